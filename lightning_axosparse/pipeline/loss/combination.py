@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +26,7 @@ from lightning_axosparse.pipeline.loss.terms import (
     Term,
     in_order,
     leaves,
-    mapped,
+    with_values,
 )
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
 
@@ -59,9 +58,6 @@ Rule: TypeAlias = Kind | Formula
 class _Column(tuple[Any, ...]):
     """What stands in one place of several terms, or of the arguments of their calls."""
 
-    def key(self) -> tuple[int, ...]:
-        return tuple(map(id, self))
-
     def arguments(self) -> Any:
         """The positional and keyword arguments of calls, of which terms are columns."""
         return _side_by_side([(term.args, term.kwargs) for term in self])
@@ -83,6 +79,8 @@ def _side_by_side(arguments: Sequence[Any]) -> Any:
     """
     first = arguments[0]
     if any(isinstance(each, (Leaf, Call)) for each in arguments):
+        if any(type(each) in (list, tuple, dict) for each in arguments):
+            raise ValueError
         return _Column(arguments)
     if type(first) in (list, tuple):
         columns_of = [_side_by_side(each) for each in zip(*arguments, strict=True)]
@@ -94,20 +92,19 @@ def _side_by_side(arguments: Sequence[Any]) -> Any:
     return first
 
 
-def common_rule(terms: Sequence[Term], kind_of: Callable[[Sequence[Leaf]], Kind]) -> Rule:
+def _common_rule(terms: Sequence[Term], kind_of: Callable[[Sequence[Leaf]], Kind]) -> Rule:
     """The rule of terms that were computed in the same way, as far as they were.
 
     Args:
         terms: at least one.
         kind_of: how a column of numbers combines.
     """
-    formula, places = list[Kind | Step](), dict[tuple[int, ...], int]()
-    for column in in_order(_Column(terms), _Column.parts, _Column.key):
+    formula, places = list[Kind | Step](), dict[_Column, int]()
+    for column in in_order(_Column(terms), _Column.parts):
         parts = column.parts()
-        places[column.key()] = len(formula)
+        places[column] = len(formula)
         if parts:
-            step = Step(column[0].func, tuple(places[part.key()] for part in parts))
-            formula.append(step)
+            formula.append(Step(column[0].func, tuple(map(places.__getitem__, parts))))
         else:
             formula.append(kind_of([_number(term) for term in column]))
     last = formula[-1]
@@ -123,7 +120,7 @@ def _number(term: Any) -> Leaf:
 
 def own_rule(terms: Sequence[Term], sizes: Sequence[float]) -> Rule:
     """How terms combine as far as their computation shows."""
-    return common_rule(terms, lambda column: own_kind(column, sizes))
+    return _common_rule(terms, lambda column: _own_kind(column, sizes))
 
 
 def found_rules(
@@ -146,7 +143,7 @@ def found_rules(
 
     def found(column: Sequence[Leaf]) -> Kind:
         of_batch, *of_parts = column
-        own = own_kind(of_parts, sizes)
+        own = _own_kind(of_parts, sizes)
         for kind in (own, *_KINDS):
             try:
                 if is_batch(_joined(of_parts, sizes, kind), of_batch, of_parts):
@@ -155,7 +152,7 @@ def found_rules(
                 return own
         return own
 
-    yield common_rule([whole, *parts], found)
+    yield _common_rule([whole, *parts], found)
     yield own_rule(parts, sizes)
     yield from _KINDS
 
@@ -239,15 +236,14 @@ def shares(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[fl
     """
     if all(map(_is_of_nothing, terms)):
         return [0.0] * len(terms)
-    copies, varied = zip(*(_varied(term, constants=False) for term in terms), strict=True)
+    copies, varied = zip(*(_varied(term, _known(term)) for term in terms), strict=True)
     with torch.enable_grad():
         whole = combine(copies, sizes, rule)
-        along = iter(_slopes(whole, [each for own in varied for each in own]))
+        of_whole = _slopes(whole, varied)
         found, weighted = [], []
-        for copy, own, size in zip(copies, varied, sizes, strict=True):
+        for copy, own, along, size in zip(copies, varied, of_whole, sizes, strict=True):
             part = combine([copy], [size], rule)
-            of_whole = [next(along) for _ in own]
-            share = 0.0 if _is_of_nothing(copy) else _ratio(of_whole, _slopes(part, own))
+            share = 0.0 if _is_of_nothing(copy) else _ratio(along, _slopes(part, [own])[0])
             if share is None:
                 return None
             found.append(share)
@@ -265,14 +261,14 @@ def slopes(terms: Sequence[Term], sizes: Sequence[float], rule: Rule) -> list[li
         The gradients in double precision, in the order of :func:`leaves`; None if the terms were
         not computed as the rule says.
     """
-    copies, varied = zip(*(_varied(term, constants=True) for term in terms), strict=True)
+    sources = [[leaf for leaf in leaves(term) if leaf.differentiable] for term in terms]
+    copies, varied = zip(*map(_varied, terms, sources), strict=True)
     with torch.enable_grad(), _default_dtype_of(terms):
         try:
             whole = _combined(copies, rule, sizes)
         except (RuntimeError, TypeError, ValueError):
             return None
-        found = iter(_slopes(whole, [each for own in varied for each in own]))
-    return [[next(found) for _ in own] for own in varied]
+        return _slopes(whole, varied)
 
 
 def _ratio(gradients: Sequence[Tensor], others: Sequence[Tensor]) -> float | None:
@@ -302,44 +298,43 @@ def _float(value: Any) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-def _varied(term: Term, constants: bool) -> tuple[Term, list[Tensor]]:
-    """A term in double precision, and the numbers in it on which the gradient depends.
-
-    Args:
-        term: the term.
-        constants: whether parameters are among them, and numbers of which nothing is known.
-    """
-    found: list[tuple[bool, Tensor]] = []
-
-    def varied(leaf: Leaf) -> Leaf:
-        if not isinstance(leaf.value, Tensor) or not leaf.value.is_floating_point():
-            return leaf
-        value = leaf.value.detach().double()
-        if leaf.differentiable and (constants or leaf.kind != "same"):
-            value = value.clone().requires_grad_()
-            found.append((constants or leaf.kind is not None, value))
-        return replace(leaf, value=value)
-
-    copy = mapped(term, varied)
-    # Of a number of which nothing is known, it is not known by what it is weighted either.
-    known = [value for is_known, value in found if is_known]
-    return copy, known or [value for _, value in found]
+def _known(term: Term) -> Sequence[Leaf]:
+    """The differentiable numbers in a term of which it is known how they combine, or else all."""
+    found = [leaf for leaf in leaves(term) if leaf.differentiable and leaf.kind != "same"]
+    return [leaf for leaf in found if leaf.kind is not None] or found
 
 
-def _slopes(value: Any, sources: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a value; zeros where it does not depend on a source."""
-    zeros = [torch.zeros_like(source) for source in sources]
-    if not isinstance(value, Tensor) or not value.requires_grad:
-        return zeros
-    found = torch.autograd.grad(value.sum(), sources, allow_unused=True)
-    return [zero if each is None else each for zero, each in zip(zeros, found, strict=True)]
+def _varied(term: Term, sources: Sequence[Leaf]) -> tuple[Term, list[Tensor]]:
+    """A copy of a term in double precision, and the numbers by which it can be differentiated."""
+    copies: dict[Term, Tensor] = {
+        leaf: leaf.value.double().clone().requires_grad_() for leaf in sources
+    }
+
+    def value_of(node: Term) -> Any:
+        value = copies.get(node, node.value)
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        return value.double() if is_float and isinstance(node, Leaf) else value
+
+    return with_values(term, value_of), list(copies.values())
 
 
-def own_kind(column: Sequence[Leaf], sizes: Sequence[float]) -> Kind:
+def _slopes(value: Any, sources: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """The gradients of a value by groups of sources; zeros where it does not depend on one."""
+    flat = [source for group in sources for source in group]
+    gradients: Sequence[Tensor] = [torch.zeros_like(source) for source in flat]
+    if isinstance(value, Tensor) and value.requires_grad:
+        gradients = torch.autograd.grad(value.sum(), flat, materialize_grads=True)
+    found = iter(gradients)
+    return [[next(found) for _ in group] for group in sources]
+
+
+def _own_kind(column: Sequence[Leaf], sizes: Sequence[float]) -> Kind:
     """How numbers combine as far as their computation shows."""
-    kinds = {leaf.kind for leaf in column if not leaf.is_empty} or {"sum"}
-    if kinds in ({"mean"}, {"sum"}):
-        return "mean" if kinds == {"mean"} else "sum"
+    kinds = {leaf.kind for leaf in column if not leaf.is_empty}
+    if kinds == {"mean"}:
+        return "mean"
+    if kinds <= {"sum"}:
+        return "sum"
     counts = all(
         leaf.operand and type(leaf.value) is int and leaf.value == size
         for leaf, size in zip(column, sizes, strict=True)
@@ -383,13 +378,3 @@ def _weighted_mean(values: Sequence[Tensor], weights: Sequence[float]) -> Tensor
     if not terms:
         return torch.full_like(first, torch.nan, dtype=dtype)
     return torch.stack(terms).sum(0).to(dtype)
-
-
-def are_proportional(numbers: Sequence[Leaf], sizes: Sequence[float]) -> bool:
-    """Whether the denominators of means are proportional to samples."""
-    return len({leaf.count / size for leaf, size in zip(numbers, sizes, strict=True)}) == 1
-
-
-def columns(terms: Sequence[Term]) -> list[tuple[Leaf, ...]]:
-    """The numbers that terms were computed from, those in one place together."""
-    return list(zip(*map(leaves, terms), strict=False))

@@ -10,13 +10,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
 
 
+class _Movable:
+    """What ``move_data_to_device`` of Lightning moves, as it has a method ``to``."""
+
+    __slots__ = ()
+
+    def to(self: Any, device: Any) -> Any:
+        """The same term with its tensors on a device."""
+        return with_values(self, lambda node: move_data_to_device(node.value, device))
+
+
 @dataclass(frozen=True, eq=False, slots=True)
-class Leaf:
+class Leaf(_Movable):
     """A number, or a tensor of numbers, that a step has taken from its micro-batch.
 
     Attributes:
@@ -39,13 +49,9 @@ class Leaf:
         """Whether nothing was added up, as over a micro-batch that is all padding."""
         return self.kind == "sum" and not torch.as_tensor(self.value).any()
 
-    def to(self, device: Any) -> Leaf:
-        """The same with its tensor on a device."""
-        return replace(self, value=_moved(self.value, device))
-
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Call:
+class Call(_Movable):
     """A value that a function has computed from other terms.
 
     Attributes:
@@ -60,14 +66,10 @@ class Call:
     args: Any
     kwargs: Any = field(default_factory=dict)
 
-    def to(self, device: Any) -> Term:
-        """The same with all tensors on a device."""
-        return mapped(self, lambda leaf: leaf.to(device), lambda value: _moved(value, device))
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle a long chain of calls as a list: it would be too deep for pickle."""
         order = nodes(self)
-        places = {id(node): _Place(place) for place, node in enumerate(order)}
+        places = {node: _Index(index) for index, node in enumerate(order)}
         flat = [node if isinstance(node, Leaf) else _placed(node, places) for node in order]
         return _unpickled, (flat,)
 
@@ -76,16 +78,15 @@ Term: TypeAlias = Leaf | Call
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Stands for the term at a place of a list."""
+class _Index:
+    """Stands for the term that has this index in a list."""
 
-    index: int
+    value: int
 
 
-def _placed(call: Call, terms: Mapping[int, Any]) -> tuple[Any, ...]:
-    """The fields of a call, with others in place of the terms in its arguments, by their ids."""
-    arguments = call.args, call.kwargs
-    placed = tree_map_only((Leaf, Call), lambda each: terms[id(each)], arguments)
+def _placed(call: Call, others: Mapping[Term, Any]) -> tuple[Any, ...]:
+    """The fields of a call, with others in place of the terms in its arguments."""
+    placed = tree_map_only((Leaf, Call), others.__getitem__, (call.args, call.kwargs))
     return call.value, call.func, *placed
 
 
@@ -93,27 +94,27 @@ def _unpickled(flat: Sequence[Any]) -> Term:
     found: list[Term] = []
     for each in flat:
         if not isinstance(each, Leaf):
-            each = Call(*tree_map_only(_Place, lambda place: found[place.index], each))
+            each = Call(*tree_map_only(_Index, lambda index: found[index.value], each))
         found.append(each)
     return found[-1]
 
 
-def in_order(root: Any, parts: Callable[[Any], Iterable[Any]], key: Any = id) -> list[Any]:
+def in_order(root: Any, parts: Callable[[Any], Iterable[Any]]) -> list[Any]:
     """What can be reached from a root, each once, behind its parts.
 
     Without recursion, as a loop over time steps makes chains of thousands of calls; and once, as
     what many calls use would otherwise be visited by each of these.
     """
-    found: dict[Any, Any] = {}
+    found: dict[Any, None] = {}
     waiting = [(root, False)]
     while waiting:
         each, has_parts = waiting.pop()
         if has_parts:
-            found[key(each)] = each
-        elif key(each) not in found:
+            found[each] = None
+        elif each not in found:
             waiting.append((each, True))
             waiting += [(part, False) for part in reversed(list(parts(each)))]
-    return list(found.values())
+    return list(found)
 
 
 def terms_in(call: Any) -> list[Term]:
@@ -129,24 +130,16 @@ def nodes(term: Term) -> list[Term]:
     return in_order(term, terms_in)
 
 
-def mapped(
-    term: Term,
-    function: Callable[[Leaf], Leaf],
-    of_result: Callable[[Any], Any] = lambda value: value,
-) -> Term:
-    """A copy of a term with a function applied to each of its numbers, and one to each result."""
-    done: dict[int, Term] = {}
+def with_values(term: Term, value_of: Callable[[Term], Any]) -> Term:
+    """A copy of a term, in which each number and each result has another value."""
+    done: dict[Term, Term] = {}
     for node in nodes(term):
         if isinstance(node, Leaf):
-            done[id(node)] = function(node)
+            done[node] = replace(node, value=value_of(node))
         else:
-            value, *others = _placed(node, done)
-            done[id(node)] = Call(of_result(value), *others)
-    return done[id(term)]
-
-
-def _moved(value: Any, device: Any) -> Any:
-    return value.to(device) if isinstance(value, Tensor) else value
+            _, *others = _placed(node, done)
+            done[node] = Call(value_of(node), *others)
+    return done[term]
 
 
 def leaves(term: Term) -> list[Leaf]:

@@ -15,6 +15,7 @@ backward passes begin when all forward passes have run, and each begins at these
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch.distributed as dist
 from torch import Tensor
@@ -59,9 +60,6 @@ class LossWeights:
         self._relative: list[tuple[float, float]] = []
         self._reference: int | None = None
         self._fits = True  # whether weighted losses make up what they combine to
-        self._total: tuple[float, float] | None = None
-        self._gathered: tuple[list[Term], list[float], int] | None = None
-        self._slopes: list[list[Tensor]] | None = None
 
     def add(self, term: Term) -> tuple[Term, Rule | None]:
         """Add the loss of the next micro-batch; to be called in order.
@@ -101,11 +99,6 @@ class LossWeights:
             if self.adds_all_first:
                 weight *= self._correction()
             return loss * weight if weight else None
-        if index == 0:
-            terms, sizes, first = self._everyone()
-            found = slopes(terms, sizes, self._rule_of(terms, sizes))
-            if found is not None and any(slope.any() for each in found for slope in each):
-                self._slopes = found[first : first + len(self.terms)]
         if self._slopes is None:  # Then losses are averaged over samples.
             return loss * (self._sizes[index] / self._size_of_batch)
         return along(sources, self._slopes[index])
@@ -123,7 +116,7 @@ class LossWeights:
         if self._reference is None:
             is_last = index == len(self._sizes) - 1
             share = self._sizes[index] / self._size_of_batch
-            return share if is_last and not self._denominator()[1] else 0.0
+            return share if is_last and not self._denominator[1] else 0.0
         own, reference = self._relative[index]
         if not own:
             return 0.0
@@ -132,12 +125,12 @@ class LossWeights:
     def factor(self) -> float:
         """What the gradients of all have to be multiplied by; known after the last was added."""
         if self.needs_batch:
-            self._everyone()  # Other replicas may wait for this one, which has no micro-batch.
+            _ = self._everyone  # Other replicas may wait for this one, which has no micro-batch.
         return 1.0 if self.adds_all_first else self._correction()
 
     def _correction(self) -> float:
         """What all provisional weights have to be multiplied by."""
-        of_reference, total = self._denominator()
+        of_reference, total = self._denominator
         if self._reference is None or self._adds_up:
             return 1.0
         return of_reference * self._size_of_batch / (self._sizes[self._reference] * (total or 1.0))
@@ -164,29 +157,39 @@ class LossWeights:
             return [1.0] * len(terms)
         return _counts(terms, sizes) if rule == "mean" or self._rule is None else list(sizes)
 
+    @cached_property
+    def _slopes(self) -> list[list[Tensor]] | None:
+        """By how much the batch's loss changes with the numbers of each micro-batch here.
+
+        None if it does not, or was computed in another way than the rule says.
+        """
+        terms, sizes, first = self._everyone
+        found = slopes(terms, sizes, self._rule_of(terms, sizes))
+        if found is None or not any(slope.any() for each in found for slope in each):
+            return None
+        return found[first : first + len(self.terms)]
+
+    @cached_property
     def _denominator(self) -> tuple[float, float]:
         """The weights of the reference and of the whole batch; collective when first asked for."""
-        if self._total is None:
-            terms, sizes, first = self._everyone()
-            weights = self._weights(terms, sizes) if terms else [0.0]
-            is_share = bool(terms) and not isinstance(self._rule_of(terms, sizes), str)
-            reference = 0.0 if self._reference is None else weights[first + self._reference]
-            self._total = reference, float(any(weights)) if is_share else sum(weights)
-        return self._total
+        terms, sizes, first = self._everyone
+        weights = self._weights(terms, sizes) if terms else [0.0]
+        is_share = bool(terms) and not isinstance(self._rule_of(terms, sizes), str)
+        reference = 0.0 if self._reference is None else weights[first + self._reference]
+        return reference, float(any(weights)) if is_share else sum(weights)
 
+    @cached_property
     def _everyone(self) -> tuple[list[Term], list[float], int]:
         """The losses of the whole batch, their samples, and the place of the first of this replica.
 
         Collective when first asked for.
         """
-        if self._gathered is None:
-            mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
-            everyone = all_gather((mine, list(self._sizes)), self._replicas)
-            terms = [term for theirs, _ in everyone for term in theirs]
-            sizes = [size for _, of_rank in everyone for size in of_rank]
-            rank = 0 if self._replicas is None else dist.get_rank(self._replicas)
-            self._gathered = terms, sizes, sum(len(theirs) for theirs, _ in everyone[:rank])
-        return self._gathered
+        mine = [term.to("cpu") for term in self.terms] if self._replicas else self.terms
+        everyone = all_gather((mine, list(self._sizes)), self._replicas)
+        terms = [term for theirs, _ in everyone for term in theirs]
+        sizes = [size for _, of_rank in everyone for size in of_rank]
+        rank = 0 if self._replicas is None else dist.get_rank(self._replicas)
+        return terms, sizes, sum(len(theirs) for theirs, _ in everyone[:rank])
 
 
 def along(sources: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor | None:

@@ -14,8 +14,6 @@ from lightning_axosparse.pipeline.batch_layout import children, is_array
 from lightning_axosparse.pipeline.dry_run import DryRun
 from lightning_axosparse.pipeline.loss.combination import (
     Rule,
-    are_proportional,
-    columns,
     combine,
     found_rules,
     own_rule,
@@ -23,7 +21,7 @@ from lightning_axosparse.pipeline.loss.combination import (
     slopes,
 )
 from lightning_axosparse.pipeline.loss.outputs import merge, plain
-from lightning_axosparse.pipeline.loss.terms import Leaf, Term
+from lightning_axosparse.pipeline.loss.terms import Leaf, Term, leaves
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.state.batch_state import StateRules
@@ -107,11 +105,11 @@ class Compared:
         signature: dict[LogKey | None, Any] = {None: set(programs)}
         varied = set()
         for key, each in terms.items():
-            numbers = columns(each)
+            numbers = list(zip(*map(leaves, each), strict=False))  # those in one place together
             signature[key] = len(each)
             if len(each) == len(sizes):
                 means = (column for column in numbers if column[0].kind == "mean")
-                signature[key] = [are_proportional(column, sizes) for column in means]
+                signature[key] = [_is_by_samples(column, sizes) for column in means]
             places = [(key, place) for place in range(len(numbers))]
             unseen = [each for each in places if each not in self._varied]
             varied |= {each for each in unseen if _vary(numbers[each[1]])}
@@ -123,6 +121,11 @@ class Compared:
         self._varied |= varied
         self._batches += 1
         return self._batches == 1  # It was compared before it was used.
+
+
+def _is_by_samples(means: Sequence[Leaf], sizes: Sequence[float]) -> bool:
+    """Whether the denominators of means are proportional to samples."""
+    return len({leaf.count / size for leaf, size in zip(means, sizes, strict=True)}) == 1
 
 
 def _vary(numbers: Sequence[Leaf]) -> bool:

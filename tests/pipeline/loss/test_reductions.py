@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from lightning_axosparse.pipeline.loss.combination import Rule, combine, found_rules, own_rule
 from lightning_axosparse.pipeline.loss.reductions import ReductionTracker, is_ours, users_frame
-from lightning_axosparse.pipeline.loss.terms import Leaf, Term, leaves, mapped
+from lightning_axosparse.pipeline.loss.terms import Leaf, Term, leaves
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.support.torch_internals import paused
 
@@ -274,9 +274,7 @@ def test_what_is_a_function_of_means_is_told_from_other_statistics(name: str) ->
 
 def mean_in(term: Term) -> Leaf:
     """The first mean that a term was computed from."""
-    found: list[Leaf] = []
-    mapped(term, lambda leaf: found.append(leaf) or leaf)
-    return next(leaf for leaf in found if leaf.kind == "mean")
+    return next(leaf for leaf in leaves(term) if leaf.kind == "mean")
 
 
 TOGETHER: dict[str, Step] = {
