@@ -134,7 +134,6 @@ class _Changed:
             has not grown.
         last: what the last one has made of it.
         in_place: whether that one has changed what it was lent, and not replaced it.
-        made: what the batch makes of it.
     """
 
     changing: Changing
@@ -147,7 +146,11 @@ class _Changed:
     parts: list[Any] = field(default_factory=list)
     last: Any = MISSING
     in_place: bool = False
-    made: Sent | None = None
+
+    @property
+    def held(self) -> Any:
+        """What the attribute holds now."""
+        return held_by(self.owner, self.changing.place.name)
 
     def hold(self, value: Any) -> None:
         """Let the attribute hold another value."""
@@ -155,14 +158,14 @@ class _Changed:
 
     def lend(self) -> None:
         """Let the attribute hold a copy, so that what is done to it can be taken back."""
-        self.before = held_by(self.owner, self.changing.place.name)
+        self.before = self.held
         self.lent = self.copied()
         if self.lent is not self.before:
             self.hold(self.lent)
 
     def copied(self) -> Any:
         """A copy of what the attribute holds."""
-        value = held_by(self.owner, self.changing.place.name)
+        value = self.held
         if isinstance(self.changing.rule, Grown):  # The items stay as they are.
             return copy.copy(value)
         if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -173,7 +176,7 @@ class _Changed:
 
     def take_back(self, counts: bool) -> None:
         """Let the attribute hold what it held before; keep what the micro-batch made of it."""
-        value = held_by(self.owner, self.changing.place.name)
+        value = self.held
         if counts:
             self.in_place = value is self.lent and self.lent is not self.before
             grows = isinstance(self.changing.rule, Grown)
@@ -182,35 +185,25 @@ class _Changed:
         self.hold(self.before)
         self.lent = MISSING
 
-    def make(self, weights: Sequence[float]) -> str | None:
-        """Make what the batch makes of it.
-
-        Returns:
-            What to warn of.
-        """
-        place, rule = self.changing.place, self.changing.rule
+    def made(self, weights: Sequence[float]) -> tuple[Sent, str | None]:
+        """What the batch makes of it, and what to warn of."""
+        place, rule, parts = self.changing.place, self.changing.rule, self.parts
         if rule is None:
-            self.made = Sent(place, "replace", held_by(self.owner, place.name))
-            return None
-        how: Literal["replace", "overwrite"] = "replace"
-        if self.in_place or isinstance(self.before, nn.Parameter):
-            how = "overwrite"
-        self.made = Sent(place, how, self.last)
+            return Sent(place, "replace", self.held), None
+        in_place = self.in_place or isinstance(self.before, nn.Parameter)
+        made = Sent(place, "overwrite" if in_place else "replace", self.last)
         if rule == "once":
-            self.made = self.made._replace(value=self.parts[-1])
-            numbers = {part for part in self.parts if type(part) in _NUMBERS}
-            return not_alike(place, self.parts) if len(numbers) > 1 else None
-        if isinstance(rule, Grown) and any(part is None for part in self.parts):
-            return not_alike(place, self.parts)
+            numbers = {part for part in parts if type(part) in _NUMBERS}
+            warning = not_alike(place, parts) if len(numbers) > 1 else None
+            return made._replace(value=parts[-1]), warning
         try:
-            if isinstance(rule, Grown):
-                self.made = Sent(place, "extend", combine(rule.items, MISSING, self.parts, weights))
-            else:
-                value = combine(rule, self.before, self.parts, weights)
-                self.made = self.made._replace(value=value)
+            if not isinstance(rule, Grown):
+                return made._replace(value=combine(rule, self.before, parts, weights)), None
+            if all(part is not None for part in parts):
+                return Sent(place, "extend", combine(rule.items, MISSING, parts, weights)), None
         except (RuntimeError, TypeError, ValueError):  # Of other shapes than in the first batch.
-            return not_alike(place, self.parts)
-        return None
+            pass
+        return made, not_alike(place, parts)
 
 
 class BatchState(StepState):
@@ -237,6 +230,7 @@ class BatchState(StepState):
         self._module, self._stages, self._last_stage = module, stages, last_stage
         self._stage_of, self._sends, self._device = stage_of, sends, device
         self._changed: dict[Place, _Changed] = {}
+        self._made: dict[Place, Sent] = {}
         self._rules = StateRules()
         self._weights: list[float] = []
         self._weights_shared: list[float] = []
@@ -260,7 +254,7 @@ class BatchState(StepState):
         total = sum(part.weight for part in microbatches) or 1.0
         self._weights = self._weights_shared = [part.weight / total for part in microbatches]
         self._begun = dict.fromkeys(self._stages, 0)
-        self._rules = rules
+        self._rules, self._made = rules, {}
         self._changed = {
             each.place: known for each in rules.changing if (known := self._found(each))
         }
@@ -329,7 +323,7 @@ class BatchState(StepState):
 
     def recorded(self) -> dict[Place, list[Any]]:
         """What micro-batches have made of what other ranks get, on the last stage."""
-        parts = {each.changing.place: each.parts for each in self._counted() if each.is_shared}
+        parts = {each.changing.place: each.parts for each in self._shared()}
         return dict(move_data_to_device(parts, "cpu"))
 
     def join(self, recorded: Sequence[Mapping[Place, list[Any]]], weights: Sequence[float]) -> None:
@@ -340,10 +334,9 @@ class BatchState(StepState):
             weights: of the micro-batches of all.
         """
         self._weights_shared = list(weights)
-        for each in self._counted():
-            if each.is_shared:
-                parts = [p for theirs in recorded for p in theirs.get(each.changing.place, ())]
-                each.parts = move_data_to_device(parts, self._device)
+        for each in self._shared():
+            parts = [p for theirs in recorded for p in theirs.get(each.changing.place, ())]
+            each.parts = move_data_to_device(parts, self._device)
 
     def made_shared(self) -> tuple[list[Sent], list[str]]:
         """What the batch makes of what other ranks get, on the last stage.
@@ -354,17 +347,15 @@ class BatchState(StepState):
         sent: list[Sent] = []
         warnings: list[str | None] = []
         size = 0.0
-        for each in self._counted():
-            if not each.is_shared:
+        for each in self._shared():
+            made, warning = each.made(self._weights_shared)
+            self._made[made.place] = made
+            warnings.append(warning)
+            if self._sends and size + size_of(made.value) > LARGEST_MESSAGE:
+                warnings.append(not_sent(made.place))
                 continue
-            warnings.append(each.make(self._weights_shared))
-            assert each.made is not None
-            value = each.made.value
-            if self._sends and size + size_of(value) > LARGEST_MESSAGE:
-                warnings.append(not_sent(each.changing.place))
-                continue
-            size += size_of(value)
-            sent.append(each.made._replace(value=move_data_to_device(value, "cpu")))
+            size += size_of(made.value)
+            sent.append(made._replace(value=move_data_to_device(made.value, "cpu")))
         return sent, list(filter(None, warnings))
 
     def settle(self, sent: Sequence[Sent]) -> list[str]:
@@ -383,14 +374,21 @@ class BatchState(StepState):
         }
         for each in self._counted():
             place = each.changing.place
-            if each.made is None and place not in values:
-                warnings.append(each.make(self._weights))
-            values[place] = each.made or values[place]
+            if place in self._made:
+                values[place] = self._made[place]
+            elif place not in values:
+                values[place], warning = each.made(self._weights)
+                warnings.append(warning)
         for value in values.values():
             self._write(value)
         self._changed.clear()
+        self._made.clear()
         self._attributes, self._buffers_before = {}, []
         return list(filter(None, warnings))
+
+    def _shared(self) -> list[_Changed]:
+        """What is made of all micro-batches of the batch here, and sent to the other ranks."""
+        return [each for each in self._counted() if each.is_shared]
 
     def _counted(self) -> list[_Changed]:
         """What this rank's stages have changed in this batch."""
@@ -404,18 +402,16 @@ class BatchState(StepState):
         """Give an attribute the value that a batch has made of it."""
         place, how, value = sent
         now = value_at(self._module, place)
-        if how != "extend":
-            write(self._module, place, value, how == "overwrite")
-        elif isinstance(now, (list, deque)):
+        if how == "extend" and isinstance(now, (list, deque)):
             now.extend(value)
         else:
-            write(self._module, place, value, in_place=False)
+            write(self._module, place, value, in_place=how == "overwrite")
 
 
 @contextmanager
 def _remembered(values: Sequence[tuple[_Changed, Any]]) -> Iterator[None]:
     """Let attributes hold these values inside the context."""
-    before = [held_by(each.owner, each.changing.place.name) for each, _ in values]
+    before = [each.held for each, _ in values]
     for each, value in values:
         each.hold(value)
     try:

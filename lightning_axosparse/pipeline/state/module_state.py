@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -21,6 +21,7 @@ from lightning_axosparse.pipeline.state.values import (
     MISSING,
     copied,
     entries,
+    holds_same,
     is_collection,
     is_long,
     is_object,
@@ -232,13 +233,7 @@ class _Holder:
             return False  # A teacher, for example, that is still equal to its student.
         if isinstance(value, (Tensor, np.ndarray)):
             return content is self.memory or same(content, value)
-        if isinstance(value, set):
-            return bool(value == content)
-        if isinstance(value, Mapping):
-            is_alike = list(value) == list(content)
-            return is_alike and all(value[key] is each for key, each in content.items())
-        is_alike = len(value) == len(content)
-        return is_alike and all(a is b for a, b in zip(value, content, strict=True))
+        return holds_same(value, content)
 
     def changed(self) -> Iterator[str]:
         """The names of attributes that are other ones than before."""
@@ -275,17 +270,11 @@ class ModuleState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._holders = list(_holders(module))
+        self._holders = [*_holders(module), *_hooks(module)]
         self._parameters: dict[int | None, list[_Holder]] = {}
         for each in self._holders:
             if each.memory is not None:
                 self._parameters.setdefault(each.storage, []).append(each)
-        self._hooks = [
-            (path, name, registry, copy.copy(registry))
-            for path, part in module.named_modules()
-            for name in _HOOKS
-            if (registry := vars(part).get(name)) is not None
-        ]
 
     @contextmanager
     def watched(self) -> Iterator[set[Place]]:
@@ -316,12 +305,6 @@ class ModuleState:
         Returns:
             What had changed: copies of the values; ``MISSING`` for an attribute that was deleted.
         """
-        hooks = {}
-        for path, name, registry, before in self._hooks:
-            if registry != before:
-                owner = tuple((".", part) for part in path.split(".") if part)
-                hooks[Place(owner, name)] = copy.copy(registry)
-                overwrite(registry, before)
         changed = [each for each in self._holders if not each.is_same()]
         changes = {
             Place(each.of.path, name): _clone(held_by(each.of.owner, name))
@@ -331,7 +314,7 @@ class ModuleState:
         }
         for each in changed:
             each.put_back()
-        return changes | hooks
+        return changes
 
 
 def _is_statistic(owner: Any, name: str) -> bool:
@@ -375,6 +358,15 @@ def _holders(module: nn.Module) -> Iterator[_Holder]:
             continue
         seen.add(id(value))
         waiting.extend(((*path, step), where, each) for step, where, each in reversed(held))
+
+
+def _hooks(module: nn.Module) -> Iterator[_Holder]:
+    """Where the parts of a module keep their hooks."""
+    for path, part in module.named_modules():
+        steps = tuple((".", name) for name in path.split(".") if name)
+        for name in _HOOKS:
+            if (hooks := vars(part).get(name)) is not None:
+                yield _Holder(_Attribute(steps, part, name), hooks)
 
 
 def _namespaces(owner: Any) -> Iterator[dict[str, Any]]:

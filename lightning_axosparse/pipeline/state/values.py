@@ -8,7 +8,7 @@ import operator
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from enum import Enum
 from math import inf
 from typing import Any
@@ -194,18 +194,22 @@ def _same_arrays(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _same_entries(one: Any, other: Any, depth: int) -> bool:
-    if isinstance(one, set):
-        return bool(one == other)
-    if not is_object(one) and (len(one) != len(other) or is_long(one)):
-        return len(one) == len(other) and all(map(operator.is_, _flat(one), _flat(other)))
+    if isinstance(one, set) or (is_collection(one) and is_long(one)):
+        return holds_same(one, other)
     here, there = entries(one), entries(other)
     return list(here) == list(there) and all(
         same(each, there[key], depth) for key, each in here.items()
     )
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    return iter(value.values() if isinstance(value, Mapping) else value)
+def holds_same(one: Any, other: Any) -> bool:
+    """Whether two collections of one type hold the same objects, in the same order."""
+    if isinstance(one, set):
+        return bool(one == other)
+    if isinstance(one, Mapping):
+        is_alike = list(one) == list(other)
+        return is_alike and all(map(operator.is_, one.values(), other.values()))
+    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def overwrite(target: Any, value: Any) -> bool:

@@ -113,6 +113,7 @@ def step(module: Module) -> None:
 
 
 def test_what_a_step_changes_is_named_and_put_back() -> None:
+    torch.manual_seed(0)  # Of some weights the first iterations find the spectral norm to the bit.
     module = Module()
     before, held = copy.deepcopy(module.state_dict()), dict(vars(module))
     objects = [module.items, module.items[0], module.average, module.model[0].weight]
