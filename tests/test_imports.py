@@ -69,7 +69,6 @@ NO_OTHER_WAY = {
     "pipeline/microbatch.py": {"_BatchNorm"},
     "sparse/ops/convolution.py": {"_conv_forward"},
     "sparse/store/weight.py": {"_make_wrapper_subclass"},
-    "strategy/expert_parallel.py": {"_parameters"},
     "strategy/tensor_parallel.py": {"_forward_hooks", "_forward_pre_hooks", "_parameters"},
     "strategy/validation.py": {"_NormBase"},
     # What a tensor holds, where the public name checks or warns.

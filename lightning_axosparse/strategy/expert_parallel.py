@@ -13,25 +13,19 @@ around it, which has the same ``forward``. Each rank keeps the adapters of its e
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import signature
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import TokenExchange
-from lightning_axosparse.sparse.module.parameters import (
-    OwnedParameter,
-    own_all,
-    own_parts,
-    owned_parameters,
-)
+from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans
 from lightning_axosparse.support.patched import Forward, patched, replaced_forward
 from lightning_axosparse.support.torch_internals import hooked
@@ -67,10 +61,8 @@ class ExpertLayer:
         """The number of experts."""
         if self.listed is not None:
             return len(self.listed)
-        base = self.nested[-1]
-        slices = ((k, p) for k, p in base._parameters.items() if p is not None)
-        owned = (OwnedParameter(p, [k], [(base, k)]) for k, p in slices)
-        return next((entry.shape[0] for entry in owned if entry.shape), 0)
+        own = (e for e in owned_parameters(self.nested[-1]) if "." not in e.names[0])
+        return next((entry.shape[0] for entry in own if entry.shape), 0)
 
     def parameters(self, ranks: int) -> Iterator[tuple[str, int, list[int]]]:
         """The names of the experts' parameters, and how so many ranks divide them.
@@ -216,9 +208,6 @@ class SpreadExperts:
             (layer, TokenExchange(group, layer.experts, tensor_group))
             for layer in expert_layers(module, experts, group.size())
         ]
-        self._held: list[tuple[ExpertLayer, TokenExchange]] = []
-        self._split: dict[str, SplitParameter] = {}
-        self._undo = ExitStack()
 
     @property
     def sent_bytes(self) -> int:
@@ -227,39 +216,29 @@ class SpreadExperts:
 
     def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
         """The parameters of this stage's experts."""
+        split: dict[str, SplitParameter] = {}
+        here = []
         for layer, exchange in self._layers:
             parameters = [each for each in layer.parameters(self.group.size()) if each[0] in held]
             for name, dimension, sizes in parameters:
-                entry = held[name]
-                _validate(entry)
-                self._split[name] = SplitParameter(entry, dimension, sizes, self.group)
+                _validate(held[name])
+                split[name] = SplitParameter(held[name], dimension, sizes, self.group)
             if parameters:
-                self._held.append((layer, exchange))
-        return self._split
+                here.append((layer, exchange))
+        self._layers = here
+        return split
 
-    def read_parts(self) -> None:
+    @contextmanager
+    def reading_parts(self) -> Iterator[None]:
         """Let modules compute the tokens of all ranks that belong to their experts here."""
-        for layer, exchange in self._held:
-            computed = partial(self._forward, layer, exchange)
-            self._undo.enter_context(replaced_forward(layer.module, partial(partial, computed)))
-            for number, expert in enumerate(layer.listed or ()):
-                if number not in self._own(layer):
-                    self._undo.enter_context(replaced_forward(expert, _elsewhere))
-        owners: dict[nn.Module, dict[str, torch.Size]] = {}
-        for split in self._split.values():
-            for owner, attribute in split.entry.owners:
-                owners.setdefault(owner, {})[attribute] = split.shape
-        for owner, shapes in owners.items():
-            own_parts(owner, shapes)
-            self._undo.callback(own_all, owner)
-
-    def read_plainly(self) -> None:
-        """Let modules compute their own tokens, by all experts."""
-        self._undo.close()
-
-    def end(self) -> None:
-        """Forget the modules."""
-        self._held, self._split = [], {}
+        with ExitStack() as undo:
+            for layer, exchange in self._layers:
+                make = partial(partial, self._forward, layer, exchange)
+                undo.enter_context(replaced_forward(layer.module, make))
+                for number, expert in enumerate(layer.listed or ()):
+                    if number not in self._own(layer):
+                        undo.enter_context(replaced_forward(expert, _elsewhere))
+            yield
 
     def _own(self, layer: ExpertLayer) -> range:
         """The experts of this rank."""

@@ -334,12 +334,12 @@ class AxoSparseStrategy(PipelineStrategy):
         be read only.
         """
         held, sparse = self.held_parameters(), layouts(self._module)
-        parts = self._state.stage_module.parts
+        parts = self._state.stage_module.parts.parameters
 
         def read(name: str) -> Stored:
             weight = held[name]
             stored = Stored(weight, self.optimizer_state_of(weight), sparse.get(name))
-            return parts.whole_stored(name, stored)
+            return parts[name].stored(stored.state) if name in parts else stored
 
         return read
 

@@ -7,8 +7,8 @@ exchanges is torch's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Literal
 
@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_axosparse.distributed.gradient_reducer import kept
-from lightning_axosparse.sparse.module.parameters import OwnedParameter, own_all, own_parts
+from lightning_axosparse.sparse.module.parameters import OwnedParameter
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
 from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans
@@ -97,17 +97,14 @@ class TensorShards:
         self._size = dist.get_world_size(self.group)
         self._placements: dict[str, Placement] = {}
         self._placed: dict[nn.Parameter, Placement] = {}
-        self._split: dict[str, SplitParameter] = {}
-        self._readers: list[nn.Module] = []
         self._gradients_are_compared = False
 
     @contextmanager
     def configuring(self) -> Iterator[None]:
         """Give the module its device mesh, and take in what it has parallelized in the context."""
         set_device_mesh(self._module, self._all_dimensions)
-        before = _tied(self._module), _hooked(self._module)
-        yield
-        self._take_in(*before)
+        with self._taking_in():
+            yield
 
     def parallelize(self, plan: TensorPlan | None) -> None:
         """Parallelize the module by a plan, unless it has done so itself.
@@ -118,10 +115,9 @@ class TensorShards:
         """
         if plan is not None:
             styles = hugging_face_plan(self._module) if plan == "auto" else dict(plan)
-            before = _tied(self._module), _hooked(self._module)
-            for name, style in styles.items():
-                self._apply(name, style)
-            self._take_in(*before)
+            with self._taking_in():
+                for name, style in styles.items():
+                    self._apply(name, style)
         if not any(isinstance(each, Shard) for each in self._placements.values()):
             raise MisconfigurationException(
                 f"g_tensor={self._size} ranks share the layers of {type(self._module).__name__}, "
@@ -140,9 +136,12 @@ class TensorShards:
                 + see("tensor-parallel")
             ) from error
 
-    def _take_in(self, tied: Sequence[Sequence[str]], with_hooks: set[str]) -> None:
-        """Note how weights are placed, and have them whole again until they are split."""
-        with_hooks = with_hooks | _hooked(self._module)
+    @contextmanager
+    def _taking_in(self) -> Iterator[None]:
+        """Note how the context places weights, and have them whole again until they are split."""
+        tied, with_hooks = _tied(self._module), _hooked(self._module)
+        yield
+        with_hooks |= _hooked(self._module)
         made: dict[Tensor, nn.Parameter] = {}
         for path, owner in self._module.named_modules():
             for key, parameter in owner._parameters.items():
@@ -190,31 +189,32 @@ class TensorShards:
 
     def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
         """The parameters of this stage that the plan splits."""
+        split: dict[str, SplitParameter] = {}
         for name in (each for each in held if each in self._placements):
             entry, placement = held[name], self._placements[name]
             self._placed[entry.parameter] = placement
             if isinstance(placement, Shard):
                 length = entry.shape[placement.dim] // self._size
                 sizes = [length] * self._size
-                self._split[name] = SplitParameter(entry, placement.dim, sizes, self.group)
-        return self._split
+                split[name] = SplitParameter(entry, placement.dim, sizes, self.group)
+        return split
 
-    def read_parts(self) -> None:
+    @contextmanager
+    def reading_parts(self) -> Iterator[None]:
         """Let layers read their parts as ``DTensor``."""
-        shapes = {split.entry.parameter: split.shape for split in self._split.values()}
-        for owner in self._module.modules():
-            own = {key: p for key, p in owner._parameters.items() if p in self._placed}
-            if own:
+        with ExitStack() as undo:
+            for owner in self._module.modules():
                 reads = {
-                    k: _as_dtensor(owner, k, self._mesh, self._placed[p]) for k, p in own.items()
+                    key: _as_dtensor(owner, key, self._mesh, self._placed[parameter])
+                    for key, parameter in owner._parameters.items()
+                    if parameter in self._placed
                 }
-                own_parts(owner, {k: shapes[p] for k, p in own.items() if p in shapes}, **reads)
-                self._readers.append(owner)
-
-    def read_plainly(self) -> None:
-        """Let layers read parameters as they are."""
-        while self._readers:
-            own_all(self._readers.pop())
+                if reads:
+                    own = type(owner)
+                    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
+                    owner.__class__ = type(own.__name__, (own,), {**names, **reads})
+                    undo.callback(setattr, owner, "__class__", own)
+            yield
 
     def end(self) -> None:
         """Make the layers ordinary ones."""
@@ -223,7 +223,6 @@ class TensorShards:
                 for key, hook in list(hooks.items()):
                     if is_tensor_parallel(hook):
                         del hooks[key]
-        self._placed, self._split, self._placements = {}, {}, {}
         set_device_mesh(self._module, None)
 
     def validate_gradients(self, alike: Mapping[str, nn.Parameter], tolerance: float) -> None:

@@ -7,7 +7,7 @@ Hooks, tickets and checkpoints get all of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -58,7 +58,7 @@ class SplitParameter:
     Of one that is stored sparse each rank keeps the entries that are kept of its part.
 
     Args:
-        entry: the parameter, whole, and its owners, which must read it plainly meanwhile.
+        entry: the parameter, whole, and its owners, which read it plainly when it is replaced.
         dimension: along which it is split.
         sizes: the length of each rank's part, of the whole dimension, or of each of its blocks of
             as many entries as all parts have; a rank may have nothing of it.
@@ -82,10 +82,12 @@ class SplitParameter:
     def gather(self, optimizers: Iterable[Optimizer]) -> None:
         """Have all of it, its gradient and state on each rank; collective."""
         self._replace(*self.joining(), optimizers)
+        self.entry.whole_shape = None
 
     def divide(self, optimizers: Iterable[Optimizer]) -> None:
         """Keep this rank's part of it, its gradient and state."""
         self._replace(*self._converted(self._part), optimizers)
+        self.entry.whole_shape = self.shape
 
     def _replace(
         self,
@@ -170,15 +172,23 @@ class SplitParameter:
         state = expand_state(with_master(self.entry, state), self.entry.layout)
         return _with_shape(state, self.entry.layout.shape, self._joined)
 
+    def copy(self) -> nn.Parameter:
+        """A copy of all of it with its gradient; collective."""
+        (_, joined), gradient = self.joining(), self.gradient()
+        parameter = self.entry.parameter
+        whole = nn.Parameter(joined(parameter.detach()), parameter.requires_grad)
+        whole.grad = None if gradient is None else joined(gradient)
+        return whole
+
     def stored(self, state: Mapping[str, Any]) -> Stored:
         """All of it as one process would have it; collective."""
         parameter = self.entry.parameter.detach()
         state, (layout, joined) = self._agreed(state), self.joining()
         return Stored(joined(parameter), _with_shape(state, parameter.shape, joined), layout)
 
-    def local(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's parts of what has the whole shape."""
-        return _with_shape(values, self.shape, self._part)
+    def local(self, value: Any) -> Any:
+        """This rank's part of what has the whole shape; anything else as it is."""
+        return self._part(value) if _is_of(self.shape, value) else value
 
     def _part(self, whole: Tensor) -> Tensor:
         dim = self._dimension
@@ -222,24 +232,22 @@ class Division(Protocol):
     def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
         """The parameters, of those that this stage holds, of which ranks have parts."""
 
-    def read_parts(self) -> None:
-        """Let layers compute with parts."""
-
-    def read_plainly(self) -> None:
-        """Let layers compute as they did before."""
-
-    def end(self) -> None:
-        """Give the module back what was changed in it besides."""
+    def reading_parts(self) -> AbstractContextManager[None]:
+        """Let layers compute with parts inside the context."""
 
 
 class WeightParts:
-    """The parameters of which this rank has a part."""
+    """The parameters of which this rank has a part.
+
+    Attributes:
+        parameters: these, by name.
+    """
 
     def __init__(self, module: nn.Module, divisions: Sequence[Division]) -> None:
+        self.parameters: dict[str, SplitParameter] = {}
         self._module, self._divisions = module, divisions
-        self._split: dict[str, SplitParameter] = {}
         self._copies: dict[nn.Module, RemovableHandle] = {}
-        self._is_whole = True
+        self._reading = ExitStack()
 
     # From whole weights to parts, and back
 
@@ -248,30 +256,28 @@ class WeightParts:
         owned = {e.names[0]: e for e in owned_parameters(self._module) if e.names[0] in held}
         for division in self._divisions:
             divided = division.divided(owned)
-            for name in divided.keys() & self._split.keys():
+            for name in divided.keys() & self.parameters.keys():
                 raise MisconfigurationException(
                     f"{name!r} belongs to experts that g_expert spreads, but the plan of g_tensor "
                     "splits it, too. Leave it out of the plan, or the experts out of `experts`."
                     + see("expert-parallel")
                 )
-            self._split.update(divided)
-        self._divide(self._split.values(), ())
+            self.parameters.update(divided)
+        self._divide(self.parameters.values(), ())
 
     def join(self, optimizers: Iterable[Optimizer], together: bool) -> None:
         """Make the layers ordinary ones and, if all ranks do so together, parameters whole."""
-        self._read_plainly()
+        self._reading.close()
         for copied, hook in self._copies.items():
             hook.remove()
             if together:
                 self._join_copy(copied)
-        self._copies = {}
-        if together:
-            for split in self._split.values():
+        for split in self.parameters.values():
+            if together:
                 split.entry.parameter.grad = None
                 split.gather(optimizers)
-        for division in self._divisions:
-            division.end()
-        self._divisions, self._split = (), {}
+            split.entry.whole_shape = None  # Also of what stays a part.
+        self._divisions, self.parameters, self._copies = (), {}, {}
 
     @contextmanager
     def whole(
@@ -282,9 +288,8 @@ class WeightParts:
         What changes inside the context, these ranks have to change alike. Without names these are
         all parameters of this stage.
         """
-        splits = [s for name, s in self._split.items() if names is None or name in names]
-        self._read_plainly()
-        self._is_whole = names is None
+        splits = [s for name, s in self.parameters.items() if names is None or name in names]
+        self._reading.close()
         for split in splits:
             split.gather(optimizers)
         try:
@@ -295,29 +300,24 @@ class WeightParts:
     def _divide(self, splits: Iterable[SplitParameter], optimizers: Sequence[Optimizer]) -> None:
         for split in splits:
             split.divide(optimizers)
-        self._is_whole = False
         for division in self._divisions:
-            division.read_parts()
-
-    def _read_plainly(self) -> None:
-        for division in self._divisions:
-            division.read_plainly()
+            self._reading.enter_context(division.reading_parts())
 
     def divide_copy(self, copied: nn.Module) -> None:
         """Keep parts in a copy of the module, too; its ``state_dict`` is whole, and collective."""
         parameters = dict(copied.named_parameters())
-        for name, split in self._split.items():
-            parameters[name].data = split.local({"": parameters[name].data})[""]
+        for name, split in self.parameters.items():
+            parameters[name].data = split.local(parameters[name].data)
 
         def join(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
-            for name, split in self._split.items():
+            for name, split in self.parameters.items():
                 state[prefix + name] = split.joining()[1](state[prefix + name])
 
         self._copies[copied] = copied.register_state_dict_post_hook(join)
 
     def _join_copy(self, copied: nn.Module) -> None:
         parameters = dict(copied.named_parameters())
-        for name, split in self._split.items():
+        for name, split in self.parameters.items():
             parameters[name].data = split.joining()[1](parameters[name].data)
 
     # What clipping, hooks, tickets and checkpoints ask
@@ -326,56 +326,29 @@ class WeightParts:
         """Whether ranks may have parts of parameters."""
         return bool(self._divisions)
 
-    def __contains__(self, name: object) -> bool:
-        """Whether this rank has a part of a parameter."""
-        return name in self._split
-
-    def group_of(self, name: str) -> dist.ProcessGroup | None:
-        """The ranks that have each a part of a parameter; None where this one has all of it."""
-        return self._split[name].group if name in self._split else None
-
     def counts(self, name: str) -> bool:
         """Whether this rank counts a parameter: of what several ranks have alike, the first one."""
-        parted = None if self._is_whole else self.group_of(name)
+        split = self.parameters.get(name)
+        parted = None if split is None or split.entry.whole_shape is None else split.group
         groups = (division.group for division in self._divisions)
         return all(group is parted or dist.get_rank(group) == 0 for group in groups)
 
     def whole_values(self) -> dict[str, Tensor]:
         """The whole, dense values of the parameters; collective over their ranks."""
-        return {name: split.dense() for name, split in self._split.items()}
-
-    def whole_parameter(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        """A parameter, or a copy of all of it with its gradient; collective over its ranks."""
-        if name not in self._split:
-            return parameter
-        split = self._split[name]
-        (_, joined), gradient = split.joining(), split.gradient()
-        whole = nn.Parameter(joined(parameter.detach()), parameter.requires_grad)
-        whole.grad = None if gradient is None else joined(gradient)
-        return whole
-
-    def whole_stored(self, name: str, stored: Stored) -> Stored:
-        """All of a parameter, with its optimizer state; collective over its ranks."""
-        return self._split[name].stored(stored.state) if name in self._split else stored
-
-    def whole_state(self, name: str, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The whole, dense optimizer state of a part's parameter; collective over its ranks."""
-        return self._split[name].dense_state(state)
+        return {name: split.dense() for name, split in self.parameters.items()}
 
     def local_values(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A module's state with this rank's parts in place of whole tensors."""
-        return {
-            name: self._split[name].local({"": value})[""] if name in self._split else value
-            for name, value in state.items()
-        }
+        parts = {n: split.local(state[n]) for n, split in self.parameters.items() if n in state}
+        return {**state, **parts}
 
     def local_states(
         self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Sequence[str]]
     ) -> dict[int, Mapping[str, Any]]:
         """An optimizer's state, by number, with this rank's parts in place of whole tensors."""
-        names = [name for group in groups for name in group]
-        return {
-            number: self._split[name].local(state) if name in self._split else state
-            for number, state in states.items()
-            for name in [names[number]]
-        }
+        local = dict(states)
+        for number, name in enumerate(name for group in groups for name in group):
+            if number in local and name in self.parameters:
+                split = self.parameters[name]
+                local[number] = {key: split.local(each) for key, each in local[number].items()}
+        return local

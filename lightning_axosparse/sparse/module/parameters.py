@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -25,29 +25,6 @@ from lightning_axosparse.support.troubleshooting import see
 
 Owner = tuple[nn.Module, str]
 """A module, and the name of the attribute by which it has a parameter."""
-
-
-class PartOwner(nn.Module):
-    """Mixin of a module's class while ranks have each a part of some of its parameters.
-
-    Attributes:
-        whole_shapes: the dense shape of all of each of them, by attribute.
-    """
-
-    whole_shapes: Mapping[str, torch.Size]
-
-
-def own_parts(owner: nn.Module, whole_shapes: Mapping[str, torch.Size], **reads: property) -> None:
-    """Note in a module's class of which parameters it has a part, and how it reads them."""
-    own = type(owner)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    attributes = {**names, "whole_shapes": whole_shapes, **reads}
-    owner.__class__ = type(own.__name__, (PartOwner, own), attributes)
-
-
-def own_all(owner: nn.Module) -> None:
-    """Undo :func:`own_parts`."""
-    owner.__class__ = type(owner).__bases__[1]
 
 
 @dataclass
@@ -83,10 +60,17 @@ class OwnedParameter:
     @property
     def shape(self) -> torch.Size:
         """Its dense shape; of a parameter of which this rank has a part, that of all of it."""
-        owner, attribute = self.owners[0]
-        if isinstance(owner, PartOwner) and attribute in owner.whole_shapes:
-            return owner.whole_shapes[attribute]
-        return self.parameter.shape if self.layout is None else self.layout.shape
+        own = self.parameter.shape if self.layout is None else self.layout.shape
+        return self.whole_shape or own
+
+    @property
+    def whole_shape(self) -> torch.Size | None:
+        """The dense shape of all of it, where this rank has a part; None where it has all."""
+        return vars(self.parameter).get("whole_shape")
+
+    @whole_shape.setter
+    def whole_shape(self, shape: torch.Size | None) -> None:
+        vars(self.parameter)["whole_shape"] = shape
 
     def dense(self) -> Tensor:
         """A dense copy of its values, in the dtype of its dense form."""

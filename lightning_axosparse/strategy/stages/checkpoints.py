@@ -100,7 +100,8 @@ class StageCheckpoints:
     @property
     def _sparse(self) -> dict[str, OwnedParameter]:
         """The sparsely stored parameters whose whole state is that of their kept entries."""
-        sparse, parts = sparse_parameters(self._stage_module.module), self._stage_module.parts
+        parts = self._stage_module.parts.parameters
+        sparse = sparse_parameters(self._stage_module.module)
         return {name: entry for name, entry in sparse.items() if name not in parts}
 
     def _states(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
@@ -108,14 +109,14 @@ class StageCheckpoints:
 
         What only the state is divided of, the first replica has whole, and the others nothing.
         """
-        held, parts = self._stage_module.sharding.held(), self._stage_module.parts
+        held, parts = self._stage_module.sharding.held(), self._stage_module.parts.parameters
         shards = self._shards
         states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
         joined = {}
         for name in (each for each in held if each in parts):
             state = states.pop(name)
             state = state if shards is None else shards.whole(held[name], state)
-            joined[name] = parts.whole_state(name, state)
+            joined[name] = parts[name].dense_state(state)
         if shards is not None:
             states = gather_shards(states, held, self._parts)
             states = self._made(states, self._parts) if self._is_read_by_hooks else states

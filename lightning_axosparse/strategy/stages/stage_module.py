@@ -149,9 +149,9 @@ class StageModule:
         self._broadcast_weights()
         held = self.sharding.held()
         self.parts.split(held)
-        if self.experts is not None:
-            group = self.experts.group
-            self._spread = {p for name, p in held.items() if self.parts.group_of(name) is group}
+        for part in self.parts.parameters.values():
+            if part.group is self.groups.experts:
+                self._spread.add(part.entry.parameter)
         self._attach()
 
     @contextmanager
@@ -189,6 +189,8 @@ class StageModule:
     def _join(self) -> None:
         if self.parts:
             self.parts.join(self._optimizers, not self.was_interrupted)
+        if self.tensors is not None:
+            self.tensors.end()
 
     def counter(self) -> Callable[[Tensor], bool]:
         """What says whether this rank counts a parameter: each part once over a whole model."""
@@ -244,8 +246,8 @@ class StageModule:
         held = self.sharding.held()
         for name, stages in self.sharding.holders.items():
             own, stage = held.get(name), min(stages)
-            if own is not None:
-                own = self.parts.whole_parameter(name, own)
+            if name in self.parts.parameters:
+                own = self.parts.parameters[name].copy()
             values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
             values = self.groups.broadcast_along_pipeline(values, stage)
             if own is not None:
@@ -269,7 +271,9 @@ class StageModule:
     def validate_replicated_gradients(self, tolerance: float) -> None:
         """Once a run, compare gradients that a tensor group should have alike; collective."""
         if self.tensors is not None and self.step_reducer is self.reducer:
-            alike = {n: p for n, p in self.sharding.held().items() if n not in self.parts}
+            alike = {
+                n: p for n, p in self.sharding.held().items() if n not in self.parts.parameters
+            }
             self.await_gradients(alike.values())
             self.tensors.validate_gradients(alike, tolerance)
 
