@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import time
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,8 +19,9 @@ from lightning_axosparse.distributed.grid import Grid, divisors
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard.partition import Partition
-from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding, free
-from lightning_axosparse.sparse.module.parameters import forget, owners, pack, state_bytes, unpack
+from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding
+from lightning_axosparse.pipeline.shard.transfer import Transfer
+from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory
@@ -136,57 +135,18 @@ def route(tensor: ReshardedTensor, old: Grid, new: Grid) -> Route:
     return Route(have[0], [rank for rank in need if rank not in have])
 
 
-class Transfer:
-    """Moves a module's tensors, with their optimizer state, from one grid to another."""
+def reshard(
+    sharding: Sharding, parts: Sequence[range], transfer: Transfer, old: Grid, new: Grid
+) -> None:
+    """Partition the layers anew, and send every tensor to the ranks that now need it.
 
-    def __init__(
-        self,
-        sharding: Sharding,
-        old: Grid,
-        new: Grid,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-    ) -> None:
-        self._sharding, self._old, self._new = sharding, old, new
-        self._optimizers, self._device = optimizers, device
-        self._owners = owners(sharding.module)
-
-    def run(self, parts: Sequence[range]) -> None:
-        """Partition the layers anew, and send every tensor to the ranks that now need it.
-
-        Collective over the ranks that are given the same batches. Gradients of what moves are
-        dropped.
-        """
-        for tensor in self._sharding.reshard(parts, [self._new.stage]):
-            source, destinations = route(tensor, self._old, self._new)
-            if self._old.rank in destinations:
-                received: list[Any] = [None]
-                dist.recv_object_list(received, src=source)
-                self._fill(tensor, received[0])
-            elif self._old.rank == source and destinations:
-                packed = self._pack(tensor)
-                for rank in destinations:
-                    dist.send_object_list([packed], dst=rank)
-            if self._new.stage not in tensor.after:
-                self._drop(tensor)
-        release_freed_memory()
-
-    def _pack(self, moved: ReshardedTensor) -> Any:
-        if isinstance(moved.tensor, nn.Parameter):
-            return pack(moved.tensor, self._owners[moved.name], self._optimizers)
-        return moved.tensor.to("cpu", copy=True)
-
-    def _fill(self, moved: ReshardedTensor, packed: Any) -> None:
-        if isinstance(moved.tensor, nn.Parameter):
-            owned = self._owners[moved.name]
-            unpack(packed, moved.tensor, owned, self._optimizers, self._device)
-        else:
-            moved.tensor.data = packed.to(self._device)
-
-    def _drop(self, moved: ReshardedTensor) -> None:
-        if isinstance(moved.tensor, nn.Parameter):
-            forget(moved.tensor, self._owners[moved.name], self._optimizers)
-        free(moved.tensor)
+    Collective over the ranks that are given the same batches. Gradients of what moves are dropped.
+    """
+    for resharded in sharding.reshard(parts, [new.stage]):
+        name, tensor, _, after = resharded
+        transfer.send(name, tensor, *route(resharded, old, new))
+        if new.stage not in after:
+            transfer.drop(name, tensor)
 
 
 @dataclass(frozen=True)
@@ -286,7 +246,9 @@ class Regrid:
         partition = module.partition.with_stages(stages)
         self._runner.close()
         with self._whole_state(), module.reshard(partition, ProcessGroups(new)):
-            Transfer(module.sharding, old, new, optimizers, module.device).run(partition.parts)
+            transfer = Transfer(module.module, optimizers, module.device)
+            reshard(module.sharding, partition.parts, transfer, old, new)
+            release_freed_memory()
         self._runner.open(module)
         moved = Regridded(old, new, epoch, time() - began, self._microbatches)
         rank_zero_info(str(moved))

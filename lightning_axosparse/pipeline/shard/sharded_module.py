@@ -22,10 +22,11 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.shard.sharding import free
-from lightning_axosparse.sparse.module.parameters import Owner, forget, owners, pack, unpack
+from lightning_axosparse.pipeline.shard.transfer import Transfer
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
+
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _left: WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
 """The modules that a run has left sharded, with the hooks that keep a part from being used."""
@@ -63,8 +64,6 @@ def everything(module: nn.Module) -> dict[str, Tensor]:
 def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
     """Give this rank the tensors of a sharded module that it wants; collective over the job.
 
-    A parameter arrives as it is stored: where it is sparse, so it is here.
-
     Returns:
         The names of those that this rank did not have.
     """
@@ -72,20 +71,12 @@ def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
     missing = [name for name in tensors if name in wanted and tensors[name].is_meta]
     held = {name for name, tensor in tensors.items() if not tensor.is_meta}
     everyone = all_gather((held, frozenset(missing)), dist.group.WORLD)
-    owned, rank = owners(module), dist.get_rank()
+    transfer = Transfer(module, [], _CPU)
     for name, tensor in tensors.items():
-        holders = [other for other, (theirs, _) in enumerate(everyone) if name in theirs]
-        asking = [other for other, (_, theirs) in enumerate(everyone) if name in theirs]
-        if not holders:
-            continue
-        if rank == holders[0] and asking:
-            packed = _packed(tensor, owned.get(name, []))
-            for other in asking:
-                dist.send_object_list([packed], dst=other)
-        elif rank in asking:
-            received: list[Any] = [None]
-            dist.recv_object_list(received, src=holders[0])
-            _fill(tensor, received[0], owned.get(name, []))
+        holders = [rank for rank, (theirs, _) in enumerate(everyone) if name in theirs]
+        asking = [rank for rank, (_, theirs) in enumerate(everyone) if name in theirs]
+        if holders:
+            transfer.send(name, tensor, holders[0], asking)
     return missing
 
 
@@ -107,13 +98,10 @@ def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
         with in_parts(module) if on_this_rank else nullcontext():
             yield
     finally:
-        owned = owners(module)
+        transfer = Transfer(module, [], _CPU)
         for name in brought:
-            tensor = tensors[name]
-            if isinstance(tensor, nn.Parameter):
-                forget(tensor, owned[name], [])
-            free(tensor)
-            _to_meta(tensor, shapes[name])
+            transfer.drop(name, tensors[name])
+            _to_meta(tensors[name], shapes[name])
 
 
 @contextmanager
@@ -126,18 +114,6 @@ def in_parts(module: nn.Module) -> Iterator[None]:
     finally:
         if left:
             _refuse(module)
-
-
-def _packed(tensor: Tensor, owned: Sequence[Owner]) -> Any:
-    return pack(tensor, owned, []) if isinstance(tensor, nn.Parameter) else tensor.cpu()
-
-
-def _fill(tensor: Tensor, received: Any, owned: Sequence[Owner]) -> None:
-    free(tensor)
-    if isinstance(tensor, nn.Parameter):
-        unpack(received, tensor, owned, [], torch.device("cpu"))
-    else:
-        tensor.set_(received)
 
 
 def _to_meta(tensor: Tensor, shape: torch.Size) -> None:
@@ -169,9 +145,6 @@ def _refusal(called: str) -> str:
         "or call `trainer.save_checkpoint`. Where the call has started the ranks itself, the "
         "module is whole when `fit` has returned." + see("values-between-layers")
     )
-
-
-_META = torch.device("meta")
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.shard.partition import partition_layers
-from lightning_axosparse.strategy.regrid import Transfer
+from lightning_axosparse.pipeline.shard.transfer import Transfer
+from lightning_axosparse.strategy.regrid import reshard
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from tests.parity.cases import Net
 from tests.ranks import run_ranks
@@ -83,7 +84,8 @@ def shard_reshard_unshard() -> dict[str, Any]:
         parameter.data.add_(1)
     new = old.shortened(1)
     with stages.reshard(partition.with_stages(1), ProcessGroups(new)):
-        Transfer(stages.sharding, old, new, [optimizer], CPU).run(partition.with_stages(1).parts)
+        transfer = Transfer(module, [optimizer], CPU)
+        reshard(stages.sharding, partition.with_stages(1).parts, transfer, old, new)
     found["resharded"] = note()
     for parameter in stages.sharding.held().values():
         parameter.data.add_(1)
