@@ -200,11 +200,9 @@ class Regrid:
         stage_module: StageModule,
         runner: StepRunner,
         rule: InFlightRule,
-        microbatches: int,
         whole_state: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._whole_state = whole_state
-        self._stages, self._microbatches = stages, microbatches
+        self._stages, self._whole_state = stages, whole_state
         self._stage_module, self._runner, self._rule = stage_module, runner, rule
         self._phase: Literal["no ticket", "due", "over"] = "no ticket"
 
@@ -250,6 +248,6 @@ class Regrid:
             reshard(module.sharding, partition.parts, transfer, old, new)
             release_freed_memory()
         self._runner.open(module)
-        moved = Regridded(old, new, epoch, time() - began, self._microbatches)
+        moved = Regridded(old, new, epoch, time() - began, self._runner.parts)
         rank_zero_info(str(moved))
         return moved

@@ -143,10 +143,7 @@ class Running:
             )
             self.runner = runner = StepRunner(config, precision, rule, steps_in_parts, stage_module)
             if config.regrid is not None and trainer.state.fn == TrainerFn.FITTING:
-                parts = config.parts * stage_module.grid.replicas_per_batch
-                self.regrid = Regrid(
-                    config.regrid, stage_module, runner, rule, parts, self.whole_state
-                )
+                self.regrid = Regrid(config.regrid, stage_module, runner, rule, self.whole_state)
         else:
             self.runner = WholeStepRunner(precision, steps_in_parts, stage_module)
         self.checkpoints = StageCheckpoints(

@@ -85,6 +85,7 @@ class Compared:
 
     def is_enough(
         self,
+        rules: StepRules,
         programs: Collection[int],
         losses: Sequence[Term],
         calls: Mapping[LogKey, Sequence[LogCall]],
@@ -114,8 +115,7 @@ class Compared:
             unseen = [each for each in places if each not in self._varied]
             varied |= {each for each in unseen if _vary(numbers[each[1]])}
         is_known = signature in self._signatures and not varied
-        assert self.rules is not None
-        if is_known and not (self.rules.fitted and self._batches < _ENOUGH_TO_FIT):
+        if is_known and not (rules.fitted and self._batches < _ENOUGH_TO_FIT):
             return True
         self._signatures.append(signature)
         self._varied |= varied

@@ -80,8 +80,9 @@ class StepRunner:
         self._schedules = config.schedules(module, device)
         self._microbatch_weight = config.microbatch_weight
         self._weights_given = config.microbatch_weight is not None
-        parts = config.parts * stage_module.grid.replicas_per_batch
-        self._splitter = BatchSplitter(trainer, parts, config.split_batch, fewest)
+        self.parts = config.parts * stage_module.grid.replicas_per_batch
+        """Micro-batches that are wanted of a batch, for all replicas that share it."""
+        self._splitter = BatchSplitter(trainer, self.parts, config.split_batch, fewest)
         self._sends_outputs = config.step_outputs == "all"
         self._warned: set[str] = set()
         self._crossings: dict[tuple[object, int], Crossing] = {}
@@ -241,13 +242,15 @@ class StepRunner:
         self._late |= new
         return self._compares and bool(new)
 
-    def _is_new(self, step: Batch, last: StageStep | None, losses: Sequence[Term]) -> bool:
+    def _is_new(
+        self, step: Batch, last: StageStep | None, rules: StepRules, losses: Sequence[Term]
+    ) -> bool:
         """Whether the step has computed its values in a way that was not compared yet."""
         if last is None or not self._compares or len(step.microbatches) < 2:
             return False
         programs, calls = self._open.tracker.programs, self._open.log.calls()
         compared = self._compared[self._loader_of(step)]
-        return not compared.is_enough(programs, losses, calls, step.microbatches)
+        return not compared.is_enough(rules, programs, losses, calls, step.microbatches)
 
     def _loader_of(self, step: Batch) -> tuple[object, int]:
         origin = source(self._trainer, step.args)
@@ -326,7 +329,7 @@ class StepRunner:
         """Combine what the last stage's micro-batches returned and logged, for every stage."""
         run, stage_module = self._open, self._open.stage_module
         sends_all = self._sends_outputs or self._trainer.predicting
-        is_new = self._is_new(step, last, losses)
+        is_new = self._is_new(step, last, rules, losses)
         result: tuple[Any, Any, Any, bool, list[Sent], list[str]] = None, None, None, False, [], []
         if last is not None:
             returned = last.outputs if sends_all else list(map(loss_alone, last.outputs))
