@@ -100,8 +100,8 @@ class Passes:
         self._split, self._queue = split, WeightGradientQueue(lambda parameter: None)
 
     def forward(self, microbatch: int, received: Any) -> Any:
-        with nullcontext() if self._defers(microbatch) else self._split.suspended():
-            output = self._layers(received if self._inputs is None else self._inputs[microbatch])
+        self._split.suspended = not self._defers(microbatch)
+        output = self._layers(received if self._inputs is None else self._inputs[microbatch])
         if self._targets is None:
             return output
         return loss_of(output, self._targets[microbatch]) / MICROBATCHES

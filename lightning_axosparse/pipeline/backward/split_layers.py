@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,8 @@ from lightning_axosparse.pipeline.backward.parameter_gradients import (
     WeightProduct,
 )
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, kept_product
-from lightning_axosparse.sparse.ops.linear import KeptProduct
+from lightning_axosparse.sparse.ops.linear import KeptProduct, rows_are_outputs
+from lightning_axosparse.sparse.store.materialize import autocast_dtype, autocast_to
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.patched import replaced_forward
 from lightning_axosparse.support.torch_internals import (
@@ -57,10 +58,10 @@ class MatrixProduct:
     """``x W^T + b`` of ``nn.Linear``, or ``x W + b`` of Hugging Face's ``Conv1D``.
 
     Attributes:
-        transposes: whether the weight has the shape ``(outputs, inputs)``.
+        by_rows: whether the rows of the weight, or its columns, give the outputs.
     """
 
-    transposes: bool
+    by_rows: bool
 
     def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
         """Cast the operands, if the input is a contiguous batch of vectors."""
@@ -68,7 +69,7 @@ class MatrixProduct:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply as the layer does."""
-        if self.transposes:
+        if self.by_rows:
             return functional.linear(x, weight, bias)
         assert bias is not None
         flat = torch.addmm(bias, x.view(-1, x.shape[-1]), weight)
@@ -77,14 +78,14 @@ class MatrixProduct:
     def input_gradient(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Multiply the output's gradient by the weight."""
         flat = gradient.reshape(-1, gradient.shape[-1])
-        return flat.mm(weight if self.transposes else weight.t()).view(x.shape)
+        return flat.mm(weight if self.by_rows else weight.t()).view(x.shape)
 
     def parameter_gradients(
         self,
         gradient: Tensor,
         x: Tensor,
         weight: Tensor,
-        has_bias: bool,
+        bias: Tensor | None,
         in_scratch: bool = False,
     ) -> list[Tensor]:
         """Multiply the output's gradient by the input, and sum it.
@@ -93,12 +94,12 @@ class MatrixProduct:
             gradient: that of the output.
             x: the input.
             weight: the weight, which may have another dtype.
-            has_bias: whether the bias has a gradient.
+            bias: the bias, if it has a gradient.
             in_scratch: whether the weight's gradient may be in scratch memory, without a graph.
         """
         flat = gradient.reshape(-1, gradient.shape[-1])
         left, right = flat, x.reshape(-1, x.shape[-1])
-        if not self.transposes:
+        if not self.by_rows:
             left, right = right, left
         if not in_scratch:
             product = left.t().mm(right)
@@ -106,7 +107,7 @@ class MatrixProduct:
             memory = scratch.take("weight gradient", weight.numel(), x.dtype, x.device)
             product = memory.view(weight.shape)
             torch.mm(left.t(), right, out=product)
-        return [product, flat.sum(0)] if has_bias else [product]
+        return [product] if bias is None else [product, flat.sum(0)]
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,13 @@ class Convolution:
         gradient: Tensor,
         x: Tensor,
         weight: Tensor,
-        has_bias: bool,
+        bias: Tensor | None,
         in_scratch: bool = False,
     ) -> list[Tensor]:
         """Convolve the input with the output's gradient; the operator takes no memory for it."""
-        wanted = [False, True, has_bias]
-        return self._backward(gradient, x, weight.to(x.dtype), wanted)[1 : 2 + has_bias]
+        wanted = [False, True, bias is not None]
+        gradients = self._backward(gradient, x, weight.to(x.dtype), wanted)
+        return [each for each, is_wanted in zip(gradients, wanted, strict=True) if is_wanted]
 
     def _backward(
         self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]
@@ -169,12 +171,10 @@ class KeptValues:
 
     Attributes:
         product: that product.
-        bias_dtype: dtype of the bias, if there is one.
         training: whether the layer is in training mode.
     """
 
     product: KeptProduct
-    bias_dtype: torch.dtype | None
     training: bool
 
     def operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
@@ -195,15 +195,15 @@ class KeptValues:
         gradient: Tensor,
         x: Tensor,
         weight: Tensor,
-        has_bias: bool,
+        bias: Tensor | None,
         in_scratch: bool = False,
     ) -> list[Tensor]:
         """Compute the kept entries of the product alone, in new memory."""
         kept = self.product.values_gradient(gradient, x, weight)
-        if not has_bias:
+        if bias is None:
             return [kept]
         # Every call of the layer casts its bias, so the terms of several are added uncast.
-        return [kept, gradient.reshape(-1, gradient.shape[-1]).sum(0).to(self.bias_dtype)]
+        return [kept, gradient.reshape(-1, gradient.shape[-1]).sum(0).to(bias.dtype)]
 
 
 Operation: TypeAlias = MatrixProduct | Convolution | KeptValues
@@ -218,19 +218,12 @@ def _operation(layer: nn.Module) -> Operation | None:
     """The product that a layer computes; None if it is not known."""
     product = kept_product(layer)
     if product is not None:
-        bias: Any = layer.bias
-        return KeptValues(product, None if bias is None else bias.dtype, layer.training)
+        return KeptValues(product, layer.training)
     if isinstance(layer, SparseModule):
         return None
-    forward = type(layer).forward
-    if forward is nn.Linear.forward:
-        return MatrixProduct(transposes=True)
-    # Importing transformers takes seconds.
-    if (forward.__module__, forward.__qualname__) == (
-        "transformers.pytorch_utils",
-        "Conv1D.forward",
-    ):
-        return MatrixProduct(transposes=False)
+    by_rows = rows_are_outputs(type(layer))
+    if by_rows is not None:
+        return MatrixProduct(by_rows)
     if type(layer) in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         assert isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
         if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
@@ -244,6 +237,17 @@ class _Destination(NamedTuple):
     queue: WeightGradientQueue
     microbatch: int
     borrowed: Collection[int]
+
+    def add(self, call: _LayerCall, gradient: Tensor, x: Tensor) -> None:
+        """Queue the product of a call, of which these are the output's gradient and the input."""
+        tensors = self._kept(gradient), self._kept(x)
+        weight, bias = call.operands
+        compute = partial(call.operation.parameter_gradients, *tensors, weight, bias)
+        self.queue.add(self.microbatch, WeightProduct(call.parameters, tensors, compute))
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        borrowed = storage_id(tensor.untyped_storage()) in self.borrowed
+        return tensor.clone() if borrowed else tensor
 
 
 class SplitLayers:
@@ -259,8 +263,9 @@ class SplitLayers:
         self._module = module
         self._layers: list[nn.Module] = []
         self._undo = ExitStack()
-        self._calls: dict[nn.Module, _Call] = {}
-        self._destination: _Destination | None = None
+        self._calls: dict[nn.Module, _LayerCall] = {}
+        self.destination: _Destination | None = None
+        """None outside of backward passes of the engine."""
         self.suspended = False
         """Whether the layers that are called now stay whole."""
 
@@ -268,8 +273,10 @@ class SplitLayers:
         """Split the layers of the module that this rank holds."""
         # A module that stands in several places counts once: it is the same layer.
         owners = Counter(p for m in self._module.modules() for p in m.parameters(recurse=False))
-        for layer in _not_compiled(self._module):
-            if _operation(layer) is None or "forward" in vars(layer):
+        compiled = (each for each in self._module.modules() if is_compiled(each))
+        inside = {module for each in compiled for module in each.modules()}
+        for layer in self._module.modules():
+            if layer in inside or _operation(layer) is None or "forward" in vars(layer):
                 continue
             alone = all(owners[p] == 1 and not p.is_meta for p in layer.parameters(recurse=False))
             if alone and _has_its_operands(layer):
@@ -291,7 +298,7 @@ class SplitLayers:
             if operation is None or not _has_its_operands(layer):
                 continue
             if all(map(_trained, parameters)):
-                self._calls[layer] = _Call(self, operation, parameters)
+                self._calls[layer] = _LayerCall(self, operation, parameters)
         try:
             yield
         finally:
@@ -310,37 +317,11 @@ class SplitLayers:
             borrowed: tensors whose memory is others' and should be free after the pass.
         """
         storages = {storage_id(t.untyped_storage()) for t in borrowed if t is not None}
-        self._destination = _Destination(queue, microbatch, storages)
+        self.destination = _Destination(queue, microbatch, storages)
         try:
             yield
         finally:
-            self._destination = None
-
-    def queue(self, call: _Call, gradient: Tensor, x: Tensor) -> bool:
-        """Queue the product of a call's parameters, if this is a backward pass of the engine.
-
-        Args:
-            call: the call.
-            gradient: that of its output.
-            x: its input.
-
-        Returns:
-            Whether it was.
-        """
-        destination = self._destination
-        if destination is None or backward_transformed(gradient):
-            return False
-
-        def kept(tensor: Tensor) -> Tensor:
-            borrowed = storage_id(tensor.untyped_storage()) in destination.borrowed
-            return tensor.clone() if borrowed else tensor
-
-        tensors = kept(gradient), kept(x)
-        weight, *bias = call.parameters
-        compute = partial(call.operation.parameter_gradients, *tensors, weight, bool(bias))
-        product = WeightProduct(call.parameters, tensors, compute)
-        destination.queue.add(destination.microbatch, product)
-        return True
+            self.destination = None
 
     def _forward(self, layer: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -353,15 +334,14 @@ class SplitLayers:
 
         return forward
 
-    def _split(self, call: _Call, x: Any) -> Tensor | None:
+    def _split(self, call: _LayerCall, x: Any) -> Tensor | None:
         """Call a layer so that its backward pass is split; None where that is not possible."""
         # In a backward pass layers are called to recompute what was not saved.
-        if self._destination is not None or saved_tensors_are_hooked() or transformed():
+        if self.destination is not None or saved_tensors_are_hooked() or transformed():
             return None
         if not _differentiable(x):
             return None
-        weight, bias = (*call.parameters, None)[:2]
-        operands = call.operation.operands(x, cast(Tensor, weight), bias)
+        operands = call.operation.operands(x, *call.operands)
         if operands is None:
             return None
         self.parameters.update(call.parameters)
@@ -369,19 +349,27 @@ class SplitLayers:
         return output
 
 
-class _Call(NamedTuple):
+class _LayerCall(NamedTuple):
     """How a layer is called in a batch."""
 
     layers: SplitLayers
     operation: Operation
     parameters: Sequence[nn.Parameter]
 
+    @property
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """The weight, and the bias if there is one."""
+        weight, *bias = self.parameters
+        return weight, bias[0] if bias else None
+
 
 class _SplitCall(torch.autograd.Function):
     """A call of a layer. Its parameters get no gradient from a pass that queues their product."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _LayerCall
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.call = call
         # No view, so that what follows may change it in place.
@@ -390,26 +378,16 @@ class _SplitCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        operation, has_bias = ctx.call.operation, ctx.needs_input_grad[2]
+        operation, destination = ctx.call.operation, ctx.call.layers.destination
         of_input = None
         if ctx.needs_input_grad[0]:
             of_input = operation.input_gradient(gradient, x, weight)
-        if ctx.call.layers.queue(ctx.call, gradient, x):
+        if destination is not None and not backward_transformed(gradient):
+            destination.add(ctx.call, gradient, x)
             return of_input, None, None, None
-        of_weight, *of_bias = operation.parameter_gradients(gradient, x, weight, has_bias)
-        return of_input, of_weight, of_bias[0] if has_bias else None, None
-
-
-def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in a module that are in no compiled one, each once."""
-    seen: set[nn.Module] = set()
-    waiting = [module]
-    while waiting:
-        module = waiting.pop()
-        if module not in seen and not is_compiled(module):
-            seen.add(module)
-            waiting.extend(module.children())
-            yield module
+        bias = ctx.call.operands[1] if ctx.needs_input_grad[2] else None
+        of_weight, *of_bias = operation.parameter_gradients(gradient, x, weight, bias)
+        return of_input, of_weight, *(of_bias or [None]), None
 
 
 def _differentiable(x: Any) -> bool:
@@ -437,15 +415,9 @@ def _trained(parameter: nn.Parameter) -> bool:
 
 def _cast(x: Tensor, weight: Tensor, bias: Tensor | None) -> Operands | None:
     """The operands of a dense product as autocast gives them; None if their dtypes differ then."""
-    if torch.is_autocast_enabled(x.device.type):
-        x, weight = _autocast(x), _autocast(weight)
-        bias = None if bias is None else _autocast(bias)
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x, weight = autocast_to(dtype, x), autocast_to(dtype, weight)
+        bias = None if bias is None else autocast_to(dtype, bias)
     same = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
     return (x, weight, bias) if same else None
-
-
-def _autocast(tensor: Tensor) -> Tensor:
-    """A tensor as autocast, which is enabled, gives it to a product."""
-    if tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

@@ -55,7 +55,12 @@ from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.layout import Layout
-from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm, autocast_dtype
+from lightning_axosparse.sparse.store.materialize import (
+    DenseCopy,
+    DenseForm,
+    autocast_dtype,
+    autocast_to,
+)
 from lightning_axosparse.sparse.store.weight import SparseWeight, check_unchanged, sparse_weight
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
@@ -117,18 +122,13 @@ def eligible(
     autocast = autocast_dtype(inputs.device) if autocasts else None
     if autocast is not None:
         dtype = dtype if dtype == torch.float64 else autocast
-        inputs = _autocast(inputs, autocast)
-        bias = None if bias is None else _autocast(bias, autocast)
+        inputs = autocast_to(autocast, inputs)
+        bias = None if bias is None else autocast_to(autocast, bias)
     if inputs.dtype != dtype or inputs.device != weight.device:
         return None
     if bias is not None and (bias.dtype != dtype or bias.device != weight.device):
         return None
     return _Operands(inputs, bias, dtype)
-
-
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    follows = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if follows else tensor
 
 
 def multiplied(

@@ -51,6 +51,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
+def autocast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return an operand as autocast with this dtype casts it."""
+    follows = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if follows else tensor
+
+
 @dataclass(eq=False)
 class DenseForm:
     """The dense form of one sparse parameter, shared by all modules that have the parameter.
