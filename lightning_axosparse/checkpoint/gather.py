@@ -282,15 +282,16 @@ def local_optimizer_state(
         name = order[index]
         if name in held:
             layout = sparse[name].layout if name in sparse else None
-            local[index] = {key: _own(value, layout) for key, value in entry.items()}
+            local[index] = _own(dict(entry), layout)
     return {"state": local, "param_groups": state["param_groups"]}
 
 
-def _own(value: Any, layout: Layout | None) -> Any:
-    """A value of optimizer state with memory of its own, not that of a mapped file."""
-    if layout is None:
-        return tree_map_only(Tensor, Tensor.clone, value)
-    return compress_state({"": value}, layout)[""]
+def _own(state: dict[str, Any], layout: Layout | None) -> dict[str, Any]:
+    """A parameter's optimizer state with memory of its own, not that of a mapped file."""
+    if layout is not None:
+        return compress_state(state, layout)
+    own: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, state)
+    return own
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:

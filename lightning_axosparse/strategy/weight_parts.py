@@ -20,7 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast
 from lightning_axosparse.pruning.rule import Stored
-from lightning_axosparse.sparse.module.optimizer_state import expand_state, with_master
+from lightning_axosparse.sparse.module.optimizer_state import (
+    converted_state,
+    expand_state,
+    with_master,
+)
 from lightning_axosparse.sparse.module.parameters import (
     OwnedParameter,
     owned_parameters,
@@ -100,7 +104,7 @@ class SplitParameter:
         for optimizer in optimizers:
             state = self._agreed(optimizer.state.get(parameter, {}))
             if state:
-                optimizer.state[parameter] = _with_shape(state, shape, converted)
+                optimizer.state[parameter] = converted_state(state, shape, converted)
         gradient = None if gradient is None else converted(gradient)
         set_values(parameter, converted(parameter.detach()), gradient)
         if layout is not None:
@@ -142,9 +146,7 @@ class SplitParameter:
         An optimizer makes no state of a parameter that never gets a gradient.
         """
         part = self.entry.parameter
-        kinds = self._of_owner(
-            {k: v.dtype if _is_of(part.shape, v) else v for k, v in state.items()}
-        )
+        kinds = self._of_owner(converted_state(state, part.shape, lambda value: value.dtype))
         return {
             key: state.get(key, torch.empty_like(part, dtype=kind))
             if isinstance(kind, torch.dtype)
@@ -168,9 +170,9 @@ class SplitParameter:
         """All of its optimizer state, dense, as checkpoints hold it; collective."""
         state = self._agreed(state)
         if self.entry.layout is None:
-            return _with_shape(state, self.entry.parameter.shape, self._joined)
+            return converted_state(state, self.entry.parameter.shape, self._joined)
         state = expand_state(with_master(self.entry, state), self.entry.layout)
-        return _with_shape(state, self.entry.layout.shape, self._joined)
+        return converted_state(state, self.entry.layout.shape, self._joined)
 
     def copy(self) -> nn.Parameter:
         """A copy of all of it with its gradient; collective."""
@@ -184,11 +186,12 @@ class SplitParameter:
         """All of it as one process would have it; collective."""
         parameter = self.entry.parameter.detach()
         state, (layout, joined) = self._agreed(state), self.joining()
-        return Stored(joined(parameter), _with_shape(state, parameter.shape, joined), layout)
+        return Stored(joined(parameter), converted_state(state, parameter.shape, joined), layout)
 
     def local(self, value: Any) -> Any:
         """This rank's part of what has the whole shape; anything else as it is."""
-        return self._part(value) if _is_of(self.shape, value) else value
+        is_whole = isinstance(value, Tensor) and value.shape == self.shape
+        return self._part(value) if is_whole else value
 
     def _part(self, whole: Tensor) -> Tensor:
         dim = self._dimension
@@ -205,19 +208,6 @@ class SplitParameter:
         parts = [part.new_empty(shape) for shape in shapes]
         dist.all_gather(parts, blocks.contiguous(), group=self.group)
         return torch.cat(parts, dim + 1).flatten(dim, dim + 1)
-
-
-def _is_of(shape: torch.Size, value: Any) -> bool:
-    return isinstance(value, Tensor) and value.shape == shape
-
-
-def _with_shape(
-    state: Mapping[str, Any], shape: torch.Size, converted: Callable[[Tensor], Tensor]
-) -> dict[str, Any]:
-    """A state in which tensors of a shape are converted."""
-    return {
-        key: converted(value) if _is_of(shape, value) else value for key, value in state.items()
-    }
 
 
 class Division(Protocol):

@@ -38,7 +38,7 @@ from lightning_axosparse.pipeline.shard.remote_tensor import (
     closure_called,
     replaced_params,
 )
-from lightning_axosparse.sparse.module.optimizer_state import MASTER, master_values
+from lightning_axosparse.sparse.module.optimizer_state import MASTER, converted_state, master_values
 from lightning_axosparse.sparse.store.materialize import master_dtype
 from lightning_axosparse.support.patched import patched
 
@@ -137,12 +137,7 @@ class OptimizerShards:
         """The part that this replica keeps of the state of a parameter."""
         if self._dividing(parameter) is None:
             return state
-        return {
-            key: self.part(parameter, value).clone()
-            if isinstance(value, Tensor) and value.shape == parameter.shape
-            else value
-            for key, value in state.items()
-        }
+        return converted_state(state, parameter.shape, lambda t: self.part(parameter, t).clone())
 
     def gather_values(
         self, parameters: Sequence[nn.Parameter], stepped: Sequence[Tensor]
@@ -217,15 +212,17 @@ class OptimizerShards:
 
     def whole(self, parameter: Tensor, state: Mapping[str, Any]) -> State:
         """The whole state of a parameter, of which this is a part; collective over replicas."""
-        whole, group = dict(state), self._dividing(parameter)
+        group = self._dividing(parameter)
         if group is None:
+            return dict(state)
+
+        def gathered(part: Tensor) -> Tensor:
+            whole = part.new_empty(parameter.shape)
+            self._start_gather([whole], [part], group)()
             return whole
+
         part = self.part(parameter, parameter.detach())
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == part.shape:
-                whole[key] = value.new_empty(parameter.shape)
-                self._start_gather([whole[key]], [value], group)()
-        return whole
+        return converted_state(state, part.shape, gathered)
 
     def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the optimizer with this replica's part of it alone."""

@@ -28,6 +28,16 @@ MASTER = "master"
 """Key of a parameter's master weights in its optimizer state."""
 
 
+def converted_state(
+    state: Mapping[str, Any], shape: torch.Size, convert: Callable[[Tensor], Any]
+) -> dict[str, Any]:
+    """Return a parameter's optimizer state with the tensors of a shape converted, and no others."""
+    return {
+        key: convert(value) if isinstance(value, Tensor) and value.shape == shape else value
+        for key, value in state.items()
+    }
+
+
 def compress_state(
     state: Mapping[str, Any], layout: Layout, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
@@ -35,28 +45,26 @@ def compress_state(
 
     Args:
         state: what ``optimizer.state[parameter]`` or the ``state`` of an optimizer's state dict
-            holds for a dense parameter. Other entries (``step``) stay as they are.
+            holds for a dense parameter.
         layout: the parameter's kept entries.
         dtype: dtype of the compressed tensors; None keeps theirs.
     """
-    return {
-        key: layout.to(value.device).compress(value).to(dtype or value.dtype)
-        if isinstance(value, Tensor) and value.shape == layout.shape
-        else value
-        for key, value in state.items()
-    }
+
+    def compressed(value: Tensor) -> Tensor:
+        return layout.to(value.device).compress(value).to(dtype or value.dtype)
+
+    return converted_state(state, layout.shape, compressed)
 
 
 def expand_state(
     state: Mapping[str, Any], layout: Layout, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
     """Make tensors of kept entries dense: the inverse of :func:`compress_state`."""
-    return {
-        key: layout.to(value.device).densify(value.to(dtype or value.dtype))
-        if isinstance(value, Tensor) and value.shape == (layout.nnz,)
-        else value
-        for key, value in state.items()
-    }
+
+    def dense(value: Tensor) -> Tensor:
+        return layout.to(value.device).densify(value.to(dtype or value.dtype))
+
+    return converted_state(state, torch.Size([layout.nnz]), dense)
 
 
 def validate_state(name: str, state: Mapping[str, Any], shape: torch.Size) -> None:
