@@ -54,7 +54,10 @@ class ExpertLayer:
     @property
     def nested(self) -> list[nn.Module]:
         """The module that has the experts, and before it what is around it, outermost first."""
-        return list(_nested(self.module))
+        found = [self.module]
+        while isinstance(inner := getattr(found[-1], "base_layer", None), nn.Module):
+            found.append(inner)
+        return found
 
     @property
     def experts(self) -> int:
@@ -65,9 +68,10 @@ class ExpertLayer:
         return next((entry.shape[0] for entry in own if entry.shape), 0)
 
     def parameters(self, ranks: int) -> Iterator[tuple[str, int, list[int]]]:
-        """The names of the experts' parameters, and how so many ranks divide them.
+        """How so many ranks divide the experts' parameters.
 
-        These are the dimension, and the length of each rank's part of it, or of its blocks.
+        Yields:
+            The name of one, and the dimension and sizes as for :class:`SplitParameter`.
         """
         own = self.experts // ranks
         if self.listed is None:
@@ -92,13 +96,6 @@ class ExpertLayer:
             for each, k, v in found
             if "expert" in k and type(v) is int and v == self.experts
         ]
-
-
-def _nested(module: nn.Module) -> Iterator[nn.Module]:
-    yield module
-    inner = getattr(module, "base_layer", None)
-    if isinstance(inner, nn.Module):
-        yield from _nested(inner)
 
 
 def expert_layers(module: nn.Module, experts: Experts, g_expert: int) -> list[ExpertLayer]:
@@ -237,7 +234,7 @@ class SpreadExperts:
                 undo.enter_context(replaced_forward(layer.module, make))
                 for number, expert in enumerate(layer.listed or ()):
                     if number not in self._own(layer):
-                        undo.enter_context(replaced_forward(expert, _elsewhere))
+                        undo.enter_context(replaced_forward(expert, lambda _: _no_tokens))
             yield
 
     def _own(self, layer: ExpertLayer) -> range:
@@ -283,13 +280,10 @@ class SpreadExperts:
             return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
 
 
-def _elsewhere(_: Forward) -> Forward:
-    def forward(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Of an expert of another rank: returns as many rows as it gets, none."""
-        assert not len(tokens)
-        return tokens
-
-    return forward
+def _no_tokens(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+    """Stand in for the ``forward`` of an expert of another rank, which gets no tokens here."""
+    assert not len(tokens)
+    return tokens
 
 
 def _validate(entry: OwnedParameter) -> None:

@@ -19,9 +19,9 @@ from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard import optimizers as stepping
 from lightning_axosparse.pipeline.shard.optimizers import (
     BucketwiseOptimizer,
+    DeviceMemory,
     HostMemory,
     OptimizerShards,
-    Placement,
 )
 from lightning_axosparse.strategy.compat.callbacks import (
     count_replicas,
@@ -233,7 +233,7 @@ def _placed(
         move_optimizers(optimizers, stage_module.device)
     if not optimizers or not (config.offload_optimizer or config.shard_optimizer):
         return None
-    place = HostMemory() if config.offload_optimizer else Placement()
+    place = HostMemory() if config.offload_optimizer else DeviceMemory()
     wait, bucket = stage_module.await_gradients, stepping.BUCKET
     stepped = BucketwiseOptimizer(optimizers[0], place, shards, wait, bucket)
     undo.callback(stepped.remove)

@@ -64,8 +64,8 @@ class SplitParameter:
     Args:
         entry: the parameter, whole, and its owners, which read it plainly when it is replaced.
         dimension: along which it is split.
-        sizes: the length of each rank's part, of the whole dimension, or of each of its blocks of
-            as many entries as all parts have; a rank may have nothing of it.
+        sizes: the length of each rank's part; a rank may have nothing. A dimension that is longer
+            than their sum consists of blocks of that length, each of which is split.
         group: the ranks.
 
     Attributes:
@@ -115,7 +115,7 @@ class SplitParameter:
                 make_sparse(owner, attribute, layout, made)
 
     def joining(self) -> tuple[Layout | None, Callable[[Tensor], Tensor]]:
-        """What makes all of a tensor of the parameter's shape, and its kept entries; collective."""
+        """The kept entries of all of it, and what joins a tensor of its shape; collective."""
         return self._converted(self._joined)
 
     def _converted(

@@ -51,7 +51,7 @@ BUCKET = 4_000_000
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
-class Placement:
+class DeviceMemory:
     """Where an optimizer's state is, and is stepped: where the parameters are."""
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Placement:
         """Wait until what was taken is there."""
 
 
-class HostMemory(Placement):
+class HostMemory(DeviceMemory):
     """Host memory, where parameters of less than 32 bits have float32 master weights."""
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ class BucketwiseOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        place: Placement,
+        place: DeviceMemory,
         shards: OptimizerShards | None = None,
         await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
         bucket: int = BUCKET,

@@ -222,12 +222,19 @@ def allocate(tensors: Iterable[Tensor]) -> None:
             swap_values(tensor, empty)
 
 
-def values_held(
-    state: Mapping[str, Any], module: nn.Module, others: Iterable[Tensor] = ()
-) -> dict[str, Any]:
-    """Return a state dict that loads the same names into ``module``, but reads only what it holds.
+def load_values(
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    others: Iterable[Tensor] = (),
+) -> None:
+    """Load what a module holds of a state, and read nothing else of it.
 
-    Values for tensors on the meta device are left out of it: they are meta tensors there, too.
+    Args:
+        module: the module; what it does not hold is on the meta device, and stays there.
+        state: the state of a whole module of this kind.
+        strict: as for ``load_state_dict``.
+        others: tensors of the module that keep their values.
     """
     kept_as_they_are = {id(tensor) for tensor in others}
 
@@ -238,20 +245,10 @@ def values_held(
             return torch.empty_like(value, device=_META)
         return present if id(present) in kept_as_they_are else value
 
-    tensors = module.state_dict(keep_vars=True)
-    return {name: held(value, tensors.get(name)) for name, value in state.items()}
-
-
-def load_values(
-    module: nn.Module,
-    state: Mapping[str, Any],
-    strict: bool,
-    others: Iterable[Tensor] = (),
-) -> None:
-    """Load what a module holds of a state."""
     with in_parts(module):
-        held = values_held(state, module, others)
-    module.load_state_dict(held, strict=strict)
+        tensors = module.state_dict(keep_vars=True)
+    read = {name: held(value, tensors.get(name)) for name, value in state.items()}
+    module.load_state_dict(read, strict=strict)
 
 
 def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket
 from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
+    load_values,
     parameters_on_meta,
     validate_values,
-    values_held,
 )
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.support.deferred_init import DeferredInit
@@ -263,12 +263,12 @@ def test_parameters_on_meta_are_filled_by_a_state_dict() -> None:
     assert module[1].running_var.tolist() == [1, 1, 1]
     allocate(module[0].parameters())
     state = {name: torch.ones(value.shape) for name, value in module.state_dict().items()}
-    module.load_state_dict(values_held(state, module))
+    load_values(module, state, strict=True)
     assert torch.equal(module[0].weight, torch.ones(3, 3))
     assert module[0].weight is parameters[0]
     assert module[2].bias.is_meta
     with pytest.raises(RuntimeError, match=r"size mismatch for 2\.bias"):
-        module.load_state_dict(values_held({**state, "2.bias": torch.ones(4)}, module))
+        load_values(module, {**state, "2.bias": torch.ones(4)}, strict=True)
 
 
 def test_a_state_dict_gives_parameters_without_memory_theirs() -> None:
