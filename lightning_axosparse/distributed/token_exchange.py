@@ -42,6 +42,7 @@ class TokenExchange:
         same_tokens: ranks that have the same tokens, and the same experts; None for this one alone.
 
     Attributes:
+        own: the numbers of the experts of this rank.
         sent_bytes: bytes of tokens that this rank has sent to others, in all passes.
     """
 
@@ -51,8 +52,9 @@ class TokenExchange:
         experts: int,
         same_tokens: dist.ProcessGroup | None = None,
     ) -> None:
-        self._group, self._own, self._same_tokens = group, experts // group.size(), same_tokens
-        self._experts = experts
+        self._group, self._experts, self._same_tokens = group, experts, same_tokens
+        first, end = (experts * rank // group.size() for rank in (group.rank(), group.rank() + 1))
+        self.own = range(first, end)
         self.sent_bytes = 0
 
     def __call__(self, tokens: Tensor, chosen: Tensor, weights: Tensor, compute: Compute) -> Tensor:
@@ -81,7 +83,7 @@ class TokenExchange:
         ranks = self._group.size()
         numbers, order = chosen.reshape(-1).sort(stable=True)
         sources = order.div(chosen.shape[1], rounding_mode="floor")
-        counts = torch.bincount(numbers, minlength=self._experts).view(ranks, self._own)
+        counts = torch.bincount(numbers, minlength=self._experts).view(ranks, len(self.own))
         # Each rank learns how many tokens there are, besides those for its own experts.
         counts = torch.nn.functional.pad(counts, (0, 1), value=len(numbers))
         told = torch.empty_like(counts)
@@ -93,7 +95,7 @@ class TokenExchange:
         anchor = torch.zeros((), dtype=tokens.dtype, device=tokens.device, requires_grad=True)
         leaving = tokens.index_select(0, sources), weights.reshape(-1)[order]
         rows, row_weights = _exchanged(there, back, anchor, *leaving)
-        each = torch.arange(self._own, device=chosen.device).repeat(ranks)
+        each = torch.arange(len(self.own), device=chosen.device).repeat(ranks)
         result = compute(rows, each.repeat_interleave(own.reshape(-1)), row_weights, bool(total))
         # Where no row is computed its dtype is that of the tokens: so is that of the others.
         result = result.to(rows.dtype)

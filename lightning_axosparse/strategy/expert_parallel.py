@@ -97,6 +97,43 @@ class ExpertLayer:
             if "expert" in k and type(v) is int and v == self.experts
         ]
 
+    def forward(
+        self,
+        exchange: TokenExchange,
+        own: Forward,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+    ) -> Tensor:
+        """Compute tokens by the experts of all ranks, in place of the module's ``own`` forward."""
+        tokens, chosen = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
+        compute = partial(self._compute, exchange.own, own)
+        result = exchange(tokens, chosen, top_k_weights.flatten(0, -2), compute)
+        return result.view_as(hidden_states)
+
+    def _compute(
+        self,
+        experts: range,
+        own: Forward,
+        rows: Tensor,
+        numbers: Tensor,
+        weights: Tensor,
+        any_tokens: bool,
+    ) -> Tensor:
+        """Compute rows by the experts of this rank, to which their numbers refer."""
+        if self.listed is not None:
+            # The list has all experts, of which those of other ranks get no token.
+            numbers = numbers + experts.start
+            return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
+        if not len(rows):
+            # Of a parameter whose other experts have tokens the gradient is zero, and not None.
+            trained = [p for p in self.module.parameters() if p.requires_grad and any_tokens]
+            return rows + sum(p[:0].sum() for p in trained)
+        with ExitStack() as fewer:
+            for owner, name in self.counts:
+                fewer.enter_context(patched(owner, name, len(experts)))
+            return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
+
 
 def expert_layers(module: nn.Module, experts: Experts, g_expert: int) -> list[ExpertLayer]:
     """The modules with experts that are spread over so many ranks.
@@ -230,54 +267,12 @@ class SpreadExperts:
         """Let modules compute the tokens of all ranks that belong to their experts here."""
         with ExitStack() as undo:
             for layer, exchange in self._layers:
-                make = partial(partial, self._forward, layer, exchange)
+                make = partial(partial, layer.forward, exchange)
                 undo.enter_context(replaced_forward(layer.module, make))
                 for number, expert in enumerate(layer.listed or ()):
-                    if number not in self._own(layer):
+                    if number not in exchange.own:
                         undo.enter_context(replaced_forward(expert, lambda _: _no_tokens))
             yield
-
-    def _own(self, layer: ExpertLayer) -> range:
-        """The experts of this rank."""
-        own = layer.experts // self.group.size()
-        return range(own * self.group.rank(), own * (self.group.rank() + 1))
-
-    def _forward(
-        self,
-        layer: ExpertLayer,
-        exchange: TokenExchange,
-        own: Forward,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-    ) -> Tensor:
-        tokens, chosen = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
-        compute = partial(self._compute, layer, own)
-        result = exchange(tokens, chosen, top_k_weights.flatten(0, -2), compute)
-        return result.view_as(hidden_states)
-
-    def _compute(
-        self,
-        layer: ExpertLayer,
-        own: Forward,
-        rows: Tensor,
-        numbers: Tensor,
-        weights: Tensor,
-        any_tokens: bool,
-    ) -> Tensor:
-        """Compute rows by this rank's experts, to which their numbers refer."""
-        if layer.listed is not None:
-            # The list has all experts, of which those of other ranks get no token.
-            numbers = numbers + self._own(layer).start
-            return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
-        if not len(rows):
-            # Of a parameter whose other experts have tokens the gradient is zero, and not None.
-            trained = [p for p in layer.module.parameters() if p.requires_grad and any_tokens]
-            return rows + sum(p[:0].sum() for p in trained)
-        with ExitStack() as fewer:
-            for owner, name in layer.counts:
-                fewer.enter_context(patched(owner, name, len(self._own(layer))))
-            return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
 
 
 def _no_tokens(tokens: Tensor, *_: Any, **__: Any) -> Tensor:

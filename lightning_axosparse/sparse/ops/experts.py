@@ -238,12 +238,12 @@ def _grouped(input: Tensor, weight: SparseWeight, edges: Sequence[int], autocast
     return apply_untransformed(_Grouped, inputs, stored.to(dtype), edges, by_rows)
 
 
-def _groups(layout: Layout, edges: Sequence[int]) -> Iterator[tuple[int, slice, Layout, slice]]:
-    """Yield the number, the rows, the layout and the kept entries of each matrix with inputs."""
+def _groups(layout: Layout, edges: Sequence[int]) -> Iterator[tuple[slice, Layout, slice]]:
+    """Yield the rows, the layout and the kept entries of each matrix with inputs."""
     for number, (begin, end) in enumerate(pairwise(edges)):
         if begin < end:
             entries = slice(layout.edges[number], layout.edges[number + 1])
-            yield number, slice(begin, end), layout.part(number), entries
+            yield slice(begin, end), layout.part(number), entries
 
 
 class _Grouped(torch.autograd.Function):
@@ -253,8 +253,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         inputs: Tensor, weight: SparseWeight, edges: Sequence[int], by_rows: bool
     ) -> Tensor:
-        features = weight.shape[1 if by_rows else 2]
-        return _products(inputs, weight, edges, by_rows, inputs.new_zeros(len(inputs), features))
+        return _products(inputs, weight, edges, by_rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -270,22 +269,20 @@ class _Grouped(torch.autograd.Function):
         if backward_transformed(gradient) or not isinstance(weight, SparseWeight):
             return *_dense_gradients(ctx, gradient, inputs, weight), None, None
         if ctx.needs_input_grad[0]:
-            memory = torch.zeros_like(inputs)
-            for_inputs = _products(gradient, weight, ctx.edges, not ctx.by_rows, memory)
+            for_inputs = _products(gradient, weight, ctx.edges, not ctx.by_rows)
         if ctx.needs_input_grad[1]:
             values = inputs.new_zeros(ctx.layout.nnz)
-            for _, rows, layout, entries in _groups(ctx.layout, ctx.edges):
+            for rows, layout, entries in _groups(ctx.layout, ctx.edges):
                 factors = outer_factors(inputs[rows], gradient[rows], ctx.by_rows)
                 values[entries] = sddmm(*factors, layout, ctx.backend, values.dtype)
             for_weight = SparseWeight(values, ctx.layout)
         return for_inputs, for_weight, None, None
 
 
-def _products(
-    inputs: Tensor, weight: SparseWeight, edges: Sequence[int], by_rows: bool, result: Tensor
-) -> Tensor:
+def _products(inputs: Tensor, weight: SparseWeight, edges: Sequence[int], by_rows: bool) -> Tensor:
     weight.check_unchanged()
-    for _, rows, layout, entries in _groups(weight.entries, edges):
+    result = inputs.new_zeros(len(inputs), weight.shape[1 if by_rows else 2])
+    for rows, layout, entries in _groups(weight.entries, edges):
         kept = weight.kept[entries]
         result[rows] = multiply(inputs[rows], kept, layout, None, weight.backend, by_rows)
     return result
