@@ -1,5 +1,5 @@
 # `make train` runs the main job, `make test` lint, types and tests; both set up .venv first.
-# `make test-slow` runs the other tests; .ci/run runs both.
+# `make test-slow` runs the other tests, an hour on two cores; .ci/run does not.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -9,7 +9,7 @@ BIN := .venv/bin
 train: .venv/installed
 	$(BIN)/axosparse-train $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
 test: lint
 	$(PYTEST) -m "not slow" $(ARGS)

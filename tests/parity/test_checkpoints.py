@@ -81,12 +81,15 @@ def stop(grid: str, folder: Path) -> None:
 
 
 def resume(grid: str, folder: Path) -> dict[tuple[str, str], Any]:
+    """With a ticket from every grid; what draws none, or later, from the next grid of the list."""
+    grids = list(GRIDS)
+    following = grids[(grids.index(grid) + 1) % len(grids)]
     return {
         (name, origin): train(
             grid, ticket, END, folder / "on", folder / origin / name / "stop.ckpt"
         )
         for name, ticket in TICKETS.items()
-        for origin in GRIDS
+        for origin in (grids if name == "sparse" else [following])
     }
 
 

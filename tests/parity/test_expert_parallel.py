@@ -24,7 +24,7 @@ from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.test_tensor_parallel import FIXED, VOCABULARY, WIDTH, Tokens, loader
 from tests.ranks import run_ranks
 
-EXPERTS, LAYERS = 4, 4
+EXPERTS, LAYERS = 4, 2
 
 
 class Expert(nn.Module):
@@ -422,10 +422,10 @@ def test_a_rank_keeps_its_experts_and_hooks_get_all(four: Any) -> None:
         assert found["facts"]["whole"] == whole
         assert found["slices"]["whole"] == slices
         for expert in range(EXPERTS):
-            name = f"blocks.{2 * stage}.experts.experts.{expert}.up.weight"
+            name = f"blocks.{stage}.experts.experts.{expert}.up.weight"
             rows = 2 * WIDTH if expert // 2 == replica else 0
             assert found["facts"]["kept"][name] == (rows, WIDTH)
-        layer = f"network.model.layers.{2 * stage}.mlp"
+        layer = f"network.model.layers.{stage}.mlp"
         kept = found["slices"]["kept"]
         assert kept[f"{layer}.experts.down_proj"] == (EXPERTS // 2, WIDTH, 2 * WIDTH)
         assert kept[f"{layer}.gate.weight"] == (EXPERTS, WIDTH)
