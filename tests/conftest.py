@@ -30,10 +30,13 @@ LONGEST = (
 # one of each kind, and what waits for clocks. Parts of the names of tests.
 SLOW = (
     "benchmarks/test_gpu.py::test_steps",
+    "benchmarks/test_gpu.py::test_training_keeps",
+    "benchmarks/test_inference.py::test_every_row_runs",
+    "benchmarks/test_inference.py::test_generate_of_gpt2_runs",
     "benchmarks/test_perplexity.py",
     "cli/sweep/test_sweep.py",
-    "cli/test_run_folder.py::test_a_command_says_which_folder_it_cannot_make[evaluate",
-    "cli/test_run_folder.py::test_a_command_says_which_folder_it_cannot_make[train -m",
+    "cli/test_train.py::test_a_command_says_which_folder_it_cannot_make[evaluate",
+    "cli/test_train.py::test_a_command_says_which_folder_it_cannot_make[train -m",
     "cli/test_train.py::test_every_grid",
     "corpus/test_published.py",
     "corpus/test_ranks.py",
@@ -67,6 +70,7 @@ SLOW = (
     "parity/test_precision.py",
     "parity/test_regrid.py",
     "parity/test_state.py::test_on_two_ranks",
+    "parity/test_state.py::test_replicas_that_share_batches",
     "parity/test_tickets.py::test_every_grid_draws_the_ticket_of_one_process[3x1]",
     "parity/test_tickets.py::test_every_grid_draws_the_ticket_of_one_process[offloaded]",
     "parity/test_tickets.py::test_stages_keep",
