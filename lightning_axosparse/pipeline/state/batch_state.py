@@ -171,7 +171,9 @@ class _Changed:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             return value
         if isinstance(value, nn.Parameter):
-            return nn.Parameter(value.detach().clone(), value.requires_grad)
+            lent = nn.Parameter(value.detach().clone(), value.requires_grad)
+            vars(lent).update(vars(value))  # as the whole shape of what this rank has a part of
+            return lent
         return copied(value)
 
     def take_back(self, counts: bool) -> None:
