@@ -31,7 +31,7 @@ from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.ranks import run_ranks
 
-VOCABULARY, WIDTH, LAYERS, LENGTH, HEADS = 24, 16, 4, 6, 4
+VOCABULARY, WIDTH, LAYERS, LENGTH, HEADS = 24, 16, 2, 6, 4
 
 
 class Attention(nn.Module):
@@ -261,8 +261,9 @@ def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Any]:
         found[row] = run(row, strategy, ranks, g_data)
     if grid == (2, 2, 1):
         half_way(folder, AxoSparseStrategy(2, 2, g_tensor=2, **OWN), ranks)
-        found["resumed"] = resumed(folder, AxoSparseStrategy(2, 2, g_tensor=2, **OWN), ranks)
-        found["resumed elsewhere"] = resumed(folder, AxoSparseStrategy(4, 2, **OWN), ranks)
+        for how, stages in (("resumed", 2), ("resumed elsewhere", 1)):
+            strategy = AxoSparseStrategy(stages, 2, g_tensor=4 // stages, **OWN)
+            found[how] = resumed(folder, strategy, ranks)
         found["predicted"] = predicted(ranks)
         found["facts"] = facts(ranks)
     return found
@@ -371,7 +372,7 @@ def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [(1, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("grid", [(1, 2, 1), (2, 2, 2)], ids=str)
 def test_grids_train_as_one_process(
     grid: tuple[int, int, int], alone: dict[str, Record], tmp_path: Path
 ) -> None:
@@ -427,9 +428,9 @@ def test_a_rank_keeps_its_part_of_each_weight_and_hooks_get_all_of_it(two_by_two
     for rank, found in enumerate(two_by_two[0]):
         facts, stage = found["facts"], rank % 2
         assert facts["whole"] == shapes
-        assert facts["kept"][f"blocks.{2 * stage}.up.weight"] == (2 * WIDTH, WIDTH)
-        assert facts["kept"][f"blocks.{2 * stage}.down.weight"] == (WIDTH, 2 * WIDTH)
-        assert facts["kept"][f"blocks.{2 * stage}.down.bias"] == (WIDTH,)
+        assert facts["kept"][f"blocks.{stage}.up.weight"] == (2 * WIDTH, WIDTH)
+        assert facts["kept"][f"blocks.{stage}.down.weight"] == (WIDTH, 2 * WIDTH)
+        assert facts["kept"][f"blocks.{stage}.down.bias"] == (WIDTH,)
         assert facts["kept_by_torch"] == 0  # results of collectives that nobody has waited for
         # Layers of other stages show their whole shape.
-        assert facts["shapes"][f"blocks.{2 - 2 * stage}.up.weight"] == (4 * WIDTH, WIDTH)
+        assert facts["shapes"][f"blocks.{1 - stage}.up.weight"] == (4 * WIDTH, WIDTH)

@@ -102,7 +102,7 @@ def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Found]:
         run(row, AxoSparseStrategy(2, 2, g_tensor=2, **OWN), ranks, 1, folder)
         # While weights are pruned, and once the ticket is drawn; here, and on another grid.
         for epoch in (0, 1):
-            for name, g_inter in (("here", 2), ("elsewhere", 4)):
+            for name, g_inter in (("here", 2), ("elsewhere", 1)):
                 strategy = AxoSparseStrategy(g_inter, 2, g_tensor=4 // g_inter, **OWN)
                 path = folder / f"epoch={epoch}.ckpt"
                 found[f"{name}, {epoch}"] = run(row, strategy, ranks, 1, ckpt_path=path)
@@ -115,7 +115,7 @@ def alone() -> dict[str, Found]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [(1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("grid", [(2, 2, 1), (2, 2, 2)], ids=str)
 def test_shared_weights_are_pruned_as_on_one_process(
     grid: tuple[int, int, int], alone: dict[str, Found], tmp_path: Path
 ) -> None:
