@@ -356,7 +356,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             ".8 M parameters, rates",
             of(
                 LARGER,
-                *at_rates(3e-3, 6e-3, 1.2e-2),
+                *at_rates(3e-3, 2e-3, 6e-3, 1.2e-2),
                 *(replace(CURVED, rate=rate) for rate in (3e-3, 6e-3, 1.2e-2)),
             ),
             CHOOSING[:1],
@@ -364,7 +364,12 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         ),
         Comparison(
             ".8 M parameters",
-            of(LARGER, *at_rates(3e-3), *at_ratios(replace(CURVED, rate=3e-3), 0.8, 0.5, 0.9)),
+            of(
+                LARGER,
+                *at_rates(3e-3),
+                *at_ratios(replace(CURVED, rate=3e-3), 0.8, 0.5, 0.9),
+                replace(FROM_HALF, rate=3e-3),
+            ),
             FRESH,
             "test",
         ),
