@@ -16,7 +16,7 @@ from lightning_axosparse.strategy.expert_parallel import (
     expert_layers,
 )
 from tests.faults import jobs
-from tests.parity.test_expert_parallel import Adapted, Experts, Mixtral, Own
+from tests.parity.test_expert_parallel import LAYERS, Adapted, Experts, Mixtral, Own
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_adapters_of_parameters_are_divided_with_the_experts() -> None:
 
 def test_patterns_match_words_of_names() -> None:
     assert [each.path for each in expert_layers(Own(), "blocks.*.experts", 1)] == [
-        f"blocks.{number}.experts" for number in range(4)
+        f"blocks.{number}.experts" for number in range(LAYERS)
     ]
     found = expert_layers(Mixtral(), "auto", 1)
     names = [[name for _, name in each.counts] for each in found]
     assert [(each.path, each.experts, each.listed) for each in found] == [
-        (f"network.model.layers.{number}.mlp.experts", 4, None) for number in range(4)
+        (f"network.model.layers.{number}.mlp.experts", 4, None) for number in range(LAYERS)
     ]
-    assert names == [["num_experts"]] * 4
+    assert names == [["num_experts"]] * LAYERS
     assert isinstance(expert_layers(Experts(), "", 1)[0].listed, nn.ModuleList)
