@@ -73,6 +73,9 @@ def test_a_command_of_a_workflow_is_one(line: str) -> None:
                 assert (REPOSITORY / file).exists()
             for extras in re.findall(r"\.\[([\w,]+)\]", line):
                 assert set(extras.split(",")) <= PROJECT["optional-dependencies"].keys()
+        case "make":
+            makefile = (REPOSITORY / "Makefile").read_text()
+            assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in arguments)
         case "mkdocs":
             assert arguments == ["build"]
             assert find_spec("mkdocs")
