@@ -1,5 +1,5 @@
 # `make train` runs the main job, `make test` lint, types and tests; both set up .venv first.
-# `make test-slow` runs the other tests, an hour on two cores; .ci/run does not.
+# `make test-slow` runs the other tests, up to an hour on two cores; .ci/run does not.
 
 PYTHON ?= python3
 BIN := .venv/bin

@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that a Trainer's call starts need not import anything; test_launcher starts cold ones.
 
-    They are forked from the process that :func:`tests.ranks.run_ranks` forks its ranks from.
+    They are forked from the processes that :func:`tests.ranks.run_ranks` forks its ranks from.
     """
     from lightning_axosparse.strategy.launcher import launcher
 

@@ -135,7 +135,7 @@ def route(tensor: ReshardedTensor, old: Grid, new: Grid) -> Route:
     return Route(have[0], [rank for rank in need if rank not in have])
 
 
-def reshard(
+def move_tensors(
     sharding: Sharding, parts: Sequence[range], transfer: Transfer, old: Grid, new: Grid
 ) -> None:
     """Partition the layers anew, and send every tensor to the ranks that now need it.
@@ -245,7 +245,7 @@ class Regrid:
         self._runner.close()
         with self._whole_state(), module.reshard(partition, ProcessGroups(new)):
             transfer = Transfer(module.module, optimizers, module.device)
-            reshard(module.sharding, partition.parts, transfer, old, new)
+            move_tensors(module.sharding, partition.parts, transfer, old, new)
             release_freed_memory()
         self._runner.open(module)
         moved = Regridded(old, new, epoch, time() - began, self._runner.parts)

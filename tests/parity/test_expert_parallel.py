@@ -320,6 +320,24 @@ def on_grid(g_inter: int, g_tensor: int) -> dict[str, tuple[Record, Record | Non
     return found
 
 
+def on_two_ranks() -> dict[str, Record]:
+    return {
+        row: run(row, AxoSparseStrategy(1, 2, g_expert=2, **ROWS[row][1]), 2, 2)
+        for row in ("own", "LoRA")
+    }
+
+
+def test_experts_of_a_list_and_with_adapters_train_as_on_one_process() -> None:
+    ranks = run_ranks(2, on_two_ranks)
+    for row in ranks[0]:
+        expected = run(row, "auto", 1, 1)
+        # A replica's loss is that of its part of the batch.
+        losses = [fmean(e) for e in zip(*(found[row].losses for found in ranks), strict=True)]
+        for found in ranks:
+            found[row].losses = losses
+            assert difference(found[row], expected) <= 1e-10, row
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Record]:
     return {row: run(row, "auto", 1, 1) for row in ROWS.keys() - REPLICATED}

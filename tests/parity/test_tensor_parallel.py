@@ -361,6 +361,16 @@ def test_many_steps_with_sleeping_ranks_neither_hang_nor_differ() -> None:
         assert losses == pytest.approx(expected, abs=1e-12)
 
 
+def on_two_ranks() -> Record:
+    return run("own, float64", AxoSparseStrategy(1, 2, g_tensor=2, **OWN), 2, 1)
+
+
+def test_two_ranks_share_layers_and_train_as_one_process() -> None:
+    expected = run("own, float64", "auto", 1, 1)
+    for record in run_ranks(2, on_two_ranks):
+        assert difference(record, expected) <= 1e-10
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Record]:
     return {row: run(row, "auto", 1, 1) for row in ROWS}

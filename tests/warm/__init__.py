@@ -1,4 +1,4 @@
-"""Starts the ranks of tests as forks of a process that has imported what all of them need.
+"""Starts the ranks of tests as forks of two processes that have imported what all need.
 
 A rank spends five seconds of a core on imports, and the tests start more than a hundred. A fork
 that starts ranks itself, as a user's script does, starts forks, too.

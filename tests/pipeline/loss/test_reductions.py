@@ -336,7 +336,10 @@ def test_parameters_and_buffers_are_no_samples(name: str, grad: bool) -> None:
     with torch.set_grad_enabled(grad), tracker.microbatch(3):
         value = CONSTANTS[name]()
         penalised = 0.1 * value + torch.rand(3).mean()
-    assert float(combine([tracker.of(value)] * 3, [1, 1, 1])) == pytest.approx(float(value))
+    assert float(combine([tracker.of(value)] * 3, [1, 1, 1])) == pytest.approx(
+        float(value),
+        rel=2**-22,  # rounding of a mean
+    )
     assert mean_in(tracker.of(penalised)).count == 3.0
 
 

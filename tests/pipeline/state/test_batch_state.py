@@ -121,6 +121,19 @@ def test_replicas_that_share_a_batch_join_their_parts() -> None:
     assert [values(module)[:3] for module in modules] == [[1, [2.5, 2.5], [1, 4]]] * 2
 
 
+def test_a_lent_parameter_keeps_what_is_known_of_it() -> None:
+    module = nn.Linear(2, 2)
+    own, whole = module.weight, torch.Size([4, 2])
+    vars(own)["whole_shape"] = whole  # Of that, this rank has a part.
+    state = batch_state(module, range(2))
+    state.begin_batch(StateRules([Changing(place("weight"), "mean")]), PARTS)
+    state.begin(0)
+    assert module.weight is not own
+    assert vars(module.weight) == {"whole_shape": whole}
+    state.end(0)
+    assert module.weight is own
+
+
 def test_what_is_too_large_stays_where_it_is() -> None:
     module = Module()
     state = batch_state(module, range(1, 2), True)

@@ -13,7 +13,7 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.shard.partition import partition_layers
 from lightning_axosparse.pipeline.shard.transfer import Transfer
-from lightning_axosparse.strategy.regrid import reshard
+from lightning_axosparse.strategy.regrid import move_tensors
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from tests.parity.cases import Net
 from tests.ranks import run_ranks
@@ -85,7 +85,7 @@ def shard_reshard_unshard() -> dict[str, Any]:
     new = old.shortened(1)
     with stages.reshard(partition.with_stages(1), ProcessGroups(new)):
         transfer = Transfer(module, [optimizer], CPU)
-        reshard(stages.sharding, partition.with_stages(1).parts, transfer, old, new)
+        move_tensors(stages.sharding, partition.with_stages(1).parts, transfer, old, new)
     found["resharded"] = note()
     for parameter in stages.sharding.held().values():
         parameter.data.add_(1)
