@@ -61,6 +61,7 @@ NO_OTHER_WAY = {
         *("_global_forward_hooks", "_global_forward_pre_hooks"),
     },
     "pruning/channels.py": {"_parameters"},
+    "pruning/rule.py": {"_forward_pre_hooks"},
     "sparse/module/sparse_module.py": {"_flat_weights_names", "_init_flat_weights", "_parameters"},
     "sparse/module/parameters.py": {"_indices", "_parameters", "_values"},
     # What torch and Lightning leave to subclasses.
@@ -69,6 +70,7 @@ NO_OTHER_WAY = {
     "pipeline/microbatch.py": {"_BatchNorm"},
     "sparse/ops/convolution.py": {"_conv_forward"},
     "sparse/store/weight.py": {"_make_wrapper_subclass"},
+    "strategy/step/comparison.py": {"_backward_hooks", "_backward_pre_hooks"},
     "strategy/tensor_parallel.py": {"_forward_hooks", "_forward_pre_hooks", "_parameters"},
     "strategy/validation.py": {"_NormBase"},
     # What a tensor holds, where the public name checks or warns.

@@ -201,7 +201,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "recompute": ({"recompute": 2, "microbatches": 2}, 1, {}),
     "offload": ({"offload_optimizer": True, "microbatches": 2}, 1, {"gradient_clip_val": 1.0}),
     "loopback": (
-        {"g_inter": 2, "transport": "loopback", "check_first_batch": True, "balance": "time"},
+        {"g_inter": 2, "transport": "loopback", "balance": "time"},
         1,
         {"precision": "bf16-mixed", "gradient_clip_val": 1.0},
     ),

@@ -3,7 +3,7 @@
 A checkpoint is one file, or a folder to which all stages write at once. In a folder, each stage
 writes a file of ``torch.save`` with its tensors, by name and whole, so they do not depend on the
 grid. The table has everything else: it is the checkpoint with a record in the place of each tensor.
-The first stage puts the folder in its place when all have written.
+The first rank puts the folder in its place when all have written.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _is_record(value: Any) -> bool:
 
 
 def save_folder(checkpoint: dict[str, Any], goal: Path, tensors: StageTensors) -> None:
-    """Write a checkpoint, which the first stage has whole, with deferred tensors.
+    """Write a checkpoint, which the first rank has whole, with deferred tensors.
 
     Collective over the stages of a pipeline. An older folder is unchanged until all have written.
 

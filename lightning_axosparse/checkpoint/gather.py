@@ -51,7 +51,7 @@ class StageTensors:
     """The tensors of a checkpoint on the stages that have them.
 
     Every stage calls :meth:`gather` with its part of the checkpoint, as often as there are parts.
-    The first stage gets what the others have as deferred tensors; to make one is to ask its owner
+    The first rank gets what the others have as deferred tensors; to make one is to ask its owner
     for it. Meanwhile the others :meth:`serve`, until the first calls :meth:`end`.
 
     Args:
@@ -75,11 +75,11 @@ class StageTensors:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def offered(self) -> dict[str, DeferredTensor]:
-        """The larger tensors that this stage has for the first one, by name."""
+        """The larger tensors that this stage has for the first rank, by name."""
         return {tensor.key: tensor for tensor in self._offered}
 
     def gather(self, mine: Any) -> list[Any]:
-        """Gather the parts of all stages on the first one; an empty list on the others.
+        """Gather the parts of all stages on the first rank; an empty list on the others.
 
         A part is a tree of deferred tensors.
         """
@@ -90,11 +90,11 @@ class StageTensors:
         return []
 
     def merged(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Gather the entries of all stages' parts on the first one; none on the others."""
+        """Gather the entries of all stages' parts on the first rank; none on the others."""
         return {name: entry for part in self.gather(mine) for name, entry in part.items()}
 
     def serve(self) -> None:
-        """Send the first stage what it asks for, until it calls :meth:`end`; then drop the rest."""
+        """Send the first rank what it asks for, until it calls :meth:`end`; then drop the rest."""
         group = self.group
         assert group is not None
         first, request = dist.get_global_rank(group, 0), torch.empty((), dtype=torch.int64)
@@ -106,7 +106,7 @@ class StageTensors:
         self._offered.clear()
 
     def end(self) -> None:
-        """Let the other stages go on; called by the first one when it has what it needs."""
+        """Let the other stages go on; called by the first rank when it has what it needs."""
         self.forget()
         if self.group is not None:
             for rank in dist.get_process_group_ranks(self.group)[1:]:
@@ -118,7 +118,7 @@ class StageTensors:
         self.remote.clear()
 
     def agree(self, value: Any) -> Any:
-        """The first stage's value, on all stages."""
+        """The first rank's value, on all stages."""
         return broadcast_from_first(value, self.group)
 
     def _offer(self, tensor: DeferredTensor) -> Any:
@@ -146,7 +146,7 @@ def _made_if_small(tensor: DeferredTensor) -> Tensor:
 def gather_model_state(
     split: Sharding, stages: range, tensors: StageTensors, whole_values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Gather the module's state on the first stage, in the key order of the whole module.
+    """Gather the module's state on the first rank, in the key order of the whole module.
 
     ``whole_values`` has, by name, those of parameters of which the module has a part.
 
@@ -167,7 +167,7 @@ def gather_model_state(
 
 
 def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
-    """Give the first stage's checkpoint the values of tensors that hooks have put into it.
+    """Give the first rank's checkpoint the values of tensors that hooks have put into it.
 
     The stage that has such a tensor has put its values at the same place of its own checkpoint.
     """
@@ -236,7 +236,7 @@ def gather_optimizer_state(
     sparse: Mapping[str, OwnedParameter],
     tensors: StageTensors,
 ) -> dict[str, Any]:
-    """Gather an optimizer's state on the first stage, dense, in the form of its ``state_dict``.
+    """Gather an optimizer's state on the first rank, dense, in the form of its ``state_dict``.
 
     It includes the master weights of sparse weights whose dtype has fewer bits. ``states`` has the
     parameters that this rank keeps, and ``sparse`` those of them that are stored sparse. Other

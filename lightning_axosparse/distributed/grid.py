@@ -22,15 +22,16 @@ class Grid:
     """The ranks of a job as ``g_data`` replicas of ``g_tensor`` pipelines of ``g_inter`` ranks.
 
     The layout is AxoNN's (Singh & Bhatele, IPDPS 2022): a pipeline is a run of consecutive ranks,
-    so that the most frequent messages stay inside a node. The pipelines of a replica have each a
+    so that the most frequent messages stay inside a node. Its first rank runs the last stage, so
+    that losses, outputs, metrics and loggers are on rank 0. The pipelines of a replica have each a
     part of every tensor-parallel weight: the ranks of one stage in them are a tensor group.
 
     Args:
         world_size: number of ranks in the job.
         g_inter: stages per replica; ``g_inter * g_tensor`` must divide ``world_size``.
         rank: this process's rank.
-        replicas_per_batch: number of consecutive replicas that share each batch: each computes some
-            of its micro-batches. It is above 1 where pipelines were replaced by shorter ones.
+        replicas_per_batch: number of consecutive replicas that load the same batches, of which each
+            trains on a part. It is above 1 where pipelines were replaced by shorter ones.
         g_tensor: ranks of a stage that share its layers.
         g_expert: consecutive replicas over which the experts of a stage are spread.
 
@@ -74,7 +75,7 @@ class Grid:
     @property
     def stage(self) -> int:
         """This rank's place in its pipeline, counted from the input."""
-        return self.rank % self.g_inter
+        return self.g_inter - 1 - self.rank % self.g_inter
 
     @property
     def replica(self) -> int:
@@ -103,12 +104,12 @@ class Grid:
 
     @property
     def data_size(self) -> int:
-        """The data-parallel size: number of different batches that the job trains on at a time."""
+        """Number of different batches that the job's loaders return at a time."""
         return self.g_data // self.replicas_per_batch
 
     @property
     def data_rank(self) -> int:
-        """The data-parallel rank: which of these batches this rank receives."""
+        """Which of these batches this rank's loader returns."""
         return self.replica // self.replicas_per_batch
 
     @property
@@ -121,27 +122,24 @@ class Grid:
 
     @property
     def part_of_batch(self) -> int:
-        """Index of this rank's replica among the replicas that share its batches."""
+        """Which part of its loader's batches this rank's replica trains on."""
         return self.replica % self.replicas_per_batch
 
     @property
     def pipeline(self) -> list[int]:
         """The ranks of this rank's pipeline, first stage first."""
-        first = self.rank - self.stage
-        return list(range(first, first + self.g_inter))
+        last_stage = self.pipeline_index * self.g_inter
+        return list(reversed(range(last_stage, last_stage + self.g_inter)))
+
+    def first_rank(self, stage: int) -> int:
+        """The first of the ranks of this replica that compute a stage."""
+        return self.replica * self._ranks_per_replica + self.g_inter - 1 - stage
 
     @property
     def same_batch_ranks(self) -> list[int]:
-        """The ranks with this rank's data-parallel rank."""
+        """The ranks whose loaders return the same batches as this rank's."""
         number = self._ranks_per_replica * self.replicas_per_batch
         return list(range(self.data_rank * number, (self.data_rank + 1) * number))
-
-    def batch_replicas(self, stage: int) -> list[int]:
-        """The ranks of a stage in the replicas that share this rank's batches, in their order.
-
-        Of those that share layers it is the first one.
-        """
-        return self.same_batch_ranks[stage :: self._ranks_per_replica]
 
     def ranks_by(
         self, place: Callable[[Grid], Hashable], stages: Collection[int] | None = None
@@ -164,6 +162,6 @@ class Grid:
         return self.g_inter * self.g_tensor
 
     def shortened(self, g_inter: int) -> Grid:
-        """The grid with pipelines of ``g_inter`` stages in which every rank keeps its batches."""
+        """The grid with pipelines of ``g_inter`` stages, in which every rank keeps its loader."""
         replicas_per_batch = self.replicas_per_batch * self.g_inter // g_inter
         return Grid(self.world_size, g_inter, self.rank, replicas_per_batch)

@@ -37,13 +37,10 @@ class ProcessGroups:
             spread.
         ordered: the ranks of this stage whose layers exchange values, so that they run the same
             passes in the same order; ``tensor`` where experts are not spread.
-        same_batch: the ranks with this rank's data-parallel rank, which receive the same batches;
-            ``replica`` where replicas do not share batches.
-        across_batches: the ranks that have the same place as this one among the ranks of their
-            batch; ``data`` where replicas do not share batches.
-        batch_replicas: this stage in the replicas that share this rank's batches.
-        logged: the ranks of ``across_batches`` in a group of its own, for values that the user may
-            log on some ranks only: they are not mistaken for another collective.
+        same_loader: the ranks whose loaders return the same batches; ``replica`` unless pipelines
+            were replaced by shorter ones.
+        logged: the ranks of ``data`` in a group of its own, for values that the user may log on
+            some ranks only: they are not mistaken for another collective.
         loop_ends: all ranks in a group of its own, for the comparison at both ends of a loop, which
             a rank in the wrong place must not mistake for another collective.
     """
@@ -72,14 +69,10 @@ class ProcessGroups:
             self.ordered = self._group(
                 "ranks that run the same passes", lambda rank: (rank.copy, rank.stage)
             )
-        self.same_batch, self.across_batches, self.batch_replicas = self.replica, self.data, None
+        self.same_loader = self.replica
         if grid.replicas_per_batch > 1:
-            self.same_batch = self._group("ranks that share a batch", lambda rank: rank.data_rank)
-            self.across_batches = self._group("ranks across batches", _place_in_batch)
-            self.batch_replicas = self._group(
-                "replicas that share a batch", lambda rank: (rank.data_rank, _shard(rank))
-            )
-        self.logged = self._group("logged values", _place_in_batch)
+            self.same_loader = self._group("ranks of a loader", lambda rank: rank.data_rank)
+        self.logged = self._group("logged values", _shard)
         self.loop_ends = self._group("the ends of loops", lambda rank: 0)
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
@@ -112,14 +105,12 @@ class ProcessGroups:
         return self.data if len(stages) == 1 else self._of_stages(stages)
 
     def holding_batch(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
-        """The ranks of these stages that share this rank's batches; its stage is one of them."""
+        """The ranks of these stages in this pipeline; its stage is one of them."""
         if len(stages) == 1:
-            return self.batch_replicas
+            return None
         if len(stages) == self.grid.g_inter:
-            return self.inter if self.grid.replicas_per_batch == 1 else self.same_batch
-        return self._group(
-            "shared parameters in a batch", lambda rank: (rank.data_rank, rank.tensor_rank), stages
-        )
+            return self.inter
+        return self._group("shared parameters in a batch", lambda rank: rank.pipeline_index, stages)
 
     def _of_stages(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
         return self._group("shared parameters", lambda rank: rank.tensor_rank, stages)
@@ -151,18 +142,11 @@ class ProcessGroups:
             return value
         return broadcast(value, self.grid.pipeline[stage], self.inter)
 
-    def broadcast_to_same_batch(self, value: T, stage: int) -> T:
-        """The ``value`` of ``stage`` of the first replica, on all ranks that share its batch."""
-        if self.same_batch is None:
+    def broadcast_in_replica(self, value: T, stage: int) -> T:
+        """The ``value`` of ``stage`` on all ranks of this replica."""
+        if self.replica is None:
             return value
-        return broadcast(value, self.grid.batch_replicas(stage)[0], self.same_batch)
-
-    def all_gather_from_stage(self, value: T, stage: int) -> list[T]:
-        """The values of ``stage`` in the replicas that share a batch, on all their ranks."""
-        group = self.same_batch
-        if group is None:
-            return [value]
-        return [broadcast(value, rank, group) for rank in self.grid.batch_replicas(stage)]
+        return broadcast(value, self.grid.first_rank(stage), self.replica)
 
 
 _created: WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
@@ -176,10 +160,6 @@ before its world, each has a communicator of its own, and an MPI has only so man
 def _shard(rank: Grid) -> tuple[int, int]:
     """Which part of a replica a rank has."""
     return rank.tensor_rank, rank.stage
-
-
-def _place_in_batch(rank: Grid) -> tuple[int, int, int]:
-    return rank.part_of_batch, *_shard(rank)
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

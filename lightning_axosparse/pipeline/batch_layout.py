@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from lightning_axosparse.support.troubleshooting import see
@@ -64,6 +65,9 @@ class BatchLayout:
 
     def _cut(self, node: Any, path: Path, part: slice) -> Any:
         if path in self.dims:
+            if isinstance(node, Tensor) and node.layout is not torch.strided:
+                rows = torch.arange(part.start, part.stop, device=node.device)
+                return node.index_select(self.dims[path], rows)
             if is_array(node):
                 cut = node[(slice(None),) * self.dims[path] + (part,)]
                 # A step that writes to it does not change what others have taken from the batch.

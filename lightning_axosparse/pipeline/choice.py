@@ -11,11 +11,14 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
+from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.profile import activation_bytes
 from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule, is_message_driven
 from lightning_axosparse.support.messages import rank_zero_info
+from lightning_axosparse.support.troubleshooting import see
 
 _WARM_UP, _TRIALS = 1, 7  # batches of each schedule
 
@@ -93,6 +96,11 @@ class ScheduleChoice:
         if self._chosen is None:
             self._seconds.append(perf_counter() - began)
 
+    def forget_batch(self) -> None:
+        """Do not count the last batch, which runs again on this replica, and not on others."""
+        if self._chosen is None:
+            self._seconds.pop()
+
     def found_reordered_sums(self) -> None:
         """Choose whole backward passes in the end."""
         self._reordered = True
@@ -135,8 +143,15 @@ class InFlightLimit:
         self.value = self.largest = value
         self.kept = 0
 
-    def begin_batch(self) -> None:
-        """Choose the limit of the training batch that begins; may be collective over the job."""
+    def begin_batch(self, held: int = 0) -> None:
+        """Choose the limit of the training batch that begins; may be collective over the job.
+
+        Args:
+            held: micro-batches that every stage has to hold, where the limit does not count.
+
+        Raises:
+            MisconfigurationException: if these are seen not to fit into memory.
+        """
 
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
         """Measure a stage's forward pass in this context, where the limit depends on it."""
@@ -186,10 +201,14 @@ class MemoryInFlightLimit(InFlightLimit):
     def measure_again(self) -> None:
         """Measure in the next batch, and choose after it."""
         self._kept: dict[int, int] = {}
+        self._held = 0
         self._chosen = False
 
-    def begin_batch(self) -> None:
+    def begin_batch(self, held: int = 0) -> None:
         """Choose the limit once, after it was measured; collective over the job then."""
+        self._held = held
+        if self._kept and held:
+            self._validate(held)
         if not self._kept:
             self._measured_at = self._rule.steps()
         elif not self._chosen and self._rule.steps() > self._measured_at:
@@ -210,6 +229,19 @@ class MemoryInFlightLimit(InFlightLimit):
             yield
             self._kept[stage] = kept()
         self.kept = sum(self._kept.values())
+        self._validate(self._held - 1)
+
+    def _validate(self, more: int) -> None:
+        """Check that so many more micro-batches fit into memory."""
+        if more * self.kept > (free := self._rule.free()):
+            raise MisconfigurationException(
+                f"The loss is differentiated once a batch, so rank {this_rank().rank} has to hold "
+                f"{more} micro-batches more, which takes {more * self.kept / 1e9:,.2f} GB, but "
+                f"{free / 1e9:,.2f} GB are free. With recompute='sqrt' it holds less of each; more "
+                "stages, or a smaller batch with accumulate_grad_batches, need less as well; with "
+                "loss='parts' it holds few micro-batches, and the loss is taken as a mean over "
+                "samples." + see("memory")
+            )
 
     def _choose(self) -> None:
         free = self._rule.free()

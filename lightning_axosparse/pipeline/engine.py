@@ -14,26 +14,29 @@ group meet in the same collectives, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
 
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
 from lightning_axosparse.pipeline.crossing.message import (
-    Crossing,
+    Activation,
     Gradients,
     Link,
-    learned,
-    tensors,
+    Message,
+    Reads,
+    relink,
 )
-from lightning_axosparse.pipeline.dry_run import DryRun, DryStep, Recomputed, Rehearsal
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
+from lightning_axosparse.pipeline.joining import sent_tensors
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, PassKind, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
@@ -44,7 +47,18 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingBatch,
     TrainingStageStep,
 )
+from lightning_axosparse.pipeline.whole_batch import (
+    EndedStageStep,
+    StepEnd,
+    StepFront,
+    WholeStageStep,
+    WholeStep,
+)
+from lightning_axosparse.support.object_trees import CannotPickle
 from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.troubleshooting import see
+
+S = TypeVar("S", bound=StageStep)
 
 _KINDS: tuple[PassKind, ...] = get_args(PassKind)
 
@@ -160,7 +174,7 @@ class StageRun:
         """Most micro-batches that the stage has held, or that waited for weight gradients."""
         self._first, self._last = stage == 0, stage == stages - 1
         self._link = link
-        self._held: dict[int, tuple[Any, Any]] = {}
+        self._held: dict[int, tuple[Message | None, Sequence[Tensor]]] = {}
         forward_only = isinstance(schedule, ForwardOnly)
         link.begin(schedule.microbatches, 0 if forward_only else schedule.microbatches)
 
@@ -175,26 +189,38 @@ class StageRun:
             gradients = schedule.backwards + len(link.gradients)
         return self._order.start_next(schedule, activations, gradients)
 
-    def receive_activation(self) -> Any:
+    def receive_activation(self) -> Message | None:
         """The next activation of the previous stage; None on the first stage."""
         return None if self._first else self._link.activations.popleft()
 
-    def send_activation(self, microbatch: int, received: Any, output: Any) -> None:
+    def send_activation(
+        self, microbatch: int, received: Message | None, activation: Activation
+    ) -> None:
         """Send the output of a forward pass on, and keep what its backward pass needs."""
+        sent = sent_tensors(activation) if self._last else self._sent(activation)
         if self.schedule.held:
-            self._held[microbatch] = received, output
+            self._held[microbatch] = received, sent
             kept = len(self._held) + self.schedule.pending
             self.peak_in_flight = max(self.peak_in_flight, kept)
-        if not self._last:
-            self._link.send_activation(output)
+
+    def _sent(self, activation: Activation) -> Sequence[Tensor]:
+        try:
+            return self._link.send_activation(activation)
+        except CannotPickle as error:
+            raise MisconfigurationException(
+                f"What layer {self.passes.name} gives to the next stage cannot be sent: {error}. "
+                "Let it return what pickle takes: tensors, containers, dataclasses and objects "
+                "without open files, locks or generators; or put both layers into one stage "
+                "(balance=...)." + see("values-between-layers")
+            ) from error
 
     def backward(self, microbatch: int) -> None:
         """Run a backward pass and send the gradients of what was received back."""
-        received, output = self._held.pop(microbatch)
-        gradients = None if self._last else self._link.gradients.popleft()
-        factor = cast(TrainingStageStep, self.passes).backward(microbatch, output, gradients)
-        if not self._first:
-            leaves = [None if t is None else t.grad for t in tensors(received)]
+        received, sent = self._held.pop(microbatch)
+        gradients = None if self._last else self._link.gradients.popleft().content
+        factor = cast(TrainingStageStep, self.passes).backward(microbatch, sent, gradients)
+        if received is not None:
+            leaves = [leaf.grad for leaf in received.tensors]
             self._link.send_gradient(Gradients(leaves, factor))
 
     def make_weight_gradient(self, microbatch: int) -> None:
@@ -208,10 +234,10 @@ class StageRun:
             return self._order.awaited
         missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
         if not self._first and forwards < self.schedule.microbatches:
-            source = this_rank().rank - 1
+            source = this_rank().rank + 1
             missing.append(f"the activation of micro-batch {forwards} from rank {source}")
         if not self._last and backwards < forwards:
-            source = this_rank().rank + 1
+            source = this_rank().rank - 1
             missing.append(f"the gradient of micro-batch {backwards} from rank {source}")
         return " or ".join(missing)
 
@@ -264,7 +290,19 @@ def _startable(stages: Sequence[StageRun]) -> tuple[StageRun, Op] | None:
 
 
 class Pipeline:
-    """The stages of this process."""
+    """The stages of this process.
+
+    Args:
+        layers: the layers of all stages.
+        links: to adjacent stages, by the stages of this process.
+        choice: of the schedule.
+        limit: of micro-batches in flight.
+        rng: seeds the random numbers of a batch.
+        split: the layers whose weight gradients may be made apart.
+        gather: returns the values of all ranks of the pipeline.
+        agreed_order: decides on the ranks of a group that share layers.
+        outer_parameters: returns the parameters outside the layers.
+    """
 
     def __init__(
         self,
@@ -273,93 +311,154 @@ class Pipeline:
         choice: ScheduleChoice,
         limit: InFlightLimit,
         rng: PipelineRNG,
-        tracker: ReductionTracker,
         split: SplitLayers,
         gather: Callable[[Any], list[Any]],
         agreed_order: Order,
+        outer_parameters: Callable[[], Collection[nn.Parameter]] = list,
     ) -> None:
         self._agreed_order = agreed_order
         self.limit, self.choice = limit, choice
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this process held in its last training batch."""
         self._layers, self._links = layers, links
-        self._rng, self._tracker, self._split, self._gather = rng, tracker, split, gather
+        self._rng, self._split, self._gather = rng, split, gather
+        self._outer_parameters = outer_parameters
         self._stages = len(layers.parts)
 
-    def train(self, batch: TrainingBatch) -> TrainingStageStep | None:
+    @property
+    def is_divided(self) -> bool:
+        """Whether there are several stages."""
+        return self._stages > 1
+
+    def train(
+        self,
+        batch: TrainingBatch,
+        by_parts: Callable[..., TrainingStageStep] | None = None,
+    ) -> tuple[TrainingStageStep | None, bool]:
         """Run a training step forward and backward.
 
+        Args:
+            batch: the batch.
+            by_parts: makes the step of the last stage, which differentiates micro-batch by
+                micro-batch; None to differentiate the loss of the whole batch.
+
         Returns:
-            The last stage's step, which has the losses and the outputs; None on other ranks.
+            The last stage's step; None on other ranks. And whether the gradients do not count, as
+            the batch has to run again.
         """
-        self.limit.begin_batch()
+        self.limit.begin_batch(held=len(batch.microbatches) if by_parts is None else 0)
         schedule = self.choice.begin_batch()
-        order = self._order(schedule, batch, batch.weights.adds_all_first)
-        first, shared = min(self._links), (batch, self._layers, self._rng, self._tracker)
-        steps = {
-            stage: TrainingStageStep(
-                stage,
-                *shared,
-                self.limit,
-                self._split,
-                order[stage].defers,
+        order = self._order(schedule, batch, forwards_first=by_parts is None)
+        first = min(self._links)
+        front = self._front(batch)
+        steps: dict[int, TrainingStageStep] = {}
+        for stage in self._links:
+            make: Callable[..., TrainingStageStep] = TrainingStageStep
+            if stage == self._stages - 1:
+                make = by_parts or (EndedStageStep if self.is_divided else WholeStageStep)
+            has_front = front is not None and stage == 0
+            steps[stage] = make(
+                *(stage, batch, self._layers, self._rng, front.of if front else _as_they_are),
+                limit=self.limit,
+                split=self._split,
+                defers=order[stage].defers,
                 is_first_here=stage == first,
+                deferred=self._outer_parameters() if has_front else (),
+                end_backward=front.backward if front and has_front else _nothing,
             )
-            for stage in self._links
-        }
         runs = self._runs(steps, order)
         split = self._split.batch() if schedule.defers_weight_gradients else nullcontext()
         backwards = self._layers.backwards_followed()
-        with self._rng.batch(), split, backwards, self.choice.timed():
+        with split, backwards, self.choice.timed():
+            if front is not None:
+                front.run()
             run(runs)
+        if steps[first].is_void:
+            self.choice.forget_batch()
         if any(step.reordered_sums for step in steps.values()):
             self.choice.found_reordered_sums()
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
-        return steps.get(self._stages - 1)
+        return steps.get(self._stages - 1), steps[first].is_void
 
-    def evaluate(self, batch: Batch) -> StageStep | None:
+    def evaluate(self, batch: Batch) -> Any:
         """Run a step forward only.
 
         Returns:
-            The last stage's step, which has the outputs; None on other ranks.
-        """
-        shared = batch, self._layers, self._rng, self._tracker
-        steps = {stage: StageStep(stage, *shared) for stage in self._links}
-        with self._rng.batch(), self._layers.backwards_followed():
-            run(self._runs(steps, self._order(ForwardOnly, batch)))
-        return steps.get(self._stages - 1)
+            What it returned for the batch, on the last stage; None on other ranks.
 
-    def probe(self, batch: Batch) -> Crossing | None:
-        """Run the first micro-batch of a step forward, and see what has to cross edges of stages.
+        Raises:
+            RunAgain: on the last stage, if the batch has to run again.
+        """
+        if not self.is_divided:
+            with self._layers.backwards_followed():
+                return WholeStep(0, batch, self._layers, self._rng).run()
+        last = self._stages - 1
+        kinds: dict[int, type[StageStep]] = {last: KeepingStep}
+        steps = self.forward(
+            batch, lambda stage, *shared: kinds.get(stage, StageStep)(stage, *shared)
+        )
+        if not isinstance(passed := steps.get(last), KeepingStep):
+            return None
+        end = StepEnd(batch, self._layers, self._rng)
+        with self._layers.backwards_followed(), clock.span("forward", last):
+            return end.run(passed.activations, may_call_none=True)
+
+    def forward(self, batch: Batch, make: Callable[..., S]) -> dict[int, S]:
+        """Run the forward passes of micro-batches.
+
+        Args:
+            batch: the batch.
+            make: makes the step of a stage.
+
+        Returns:
+            The steps of the stages of this process.
+        """
+        front = self._front(batch)
+        shared = batch, self._layers, self._rng, front.of if front else _as_they_are
+        steps = {stage: make(stage, *shared) for stage in self._links}
+        with self._layers.backwards_followed():
+            if front is not None:
+                front.run()
+            run(self._runs(steps, self._order(ForwardOnly, batch)))
+        return steps
+
+    def probe(self, batch: Batch) -> dict[int, Reads]:
+        """Run the first micro-batch of a step forward, and see what each stage reads of others.
 
         Collective over the pipeline. Gradients are not computed, but the graph is made, as what a
-        step does may depend on it. Nothing but random generators is restored.
-
-        Returns:
-            What crosses; None if the run has not called all layers.
+        step does may depend on it.
         """
-        parts = batch.microbatches[:1]
-        whole = replace(batch, microbatches=parts, crossing=None, is_shared=True)
-        shared = whole, self._layers, self._rng, self._tracker
-        steps = {stage: ProbingStep(stage, *shared) for stage in self._links}
-        state, backwards = self._layers.followed_by(Recomputed()), self._layers.backwards_followed()
-        with state, backwards, self._rng.generators_restored():
-            run(self._runs(steps, self._order(ForwardOnly, whole)))
-        gathered = self._gather({stage: step.reads for stage, step in steps.items()})
-        return learned({stage: reads for others in gathered for stage, reads in others.items()})
-
-    def dry_run(self, batch: Batch, rehearsal: Rehearsal) -> dict[int, DryRun]:
-        """Run a step forward only, without a trace.
-
-        Returns:
-            What each stage of this rank has seen.
-        """
-        shared = batch, self._layers, self._rng, self._tracker
-        steps = {stage: DryStep(stage, *shared, rehearsal=rehearsal) for stage in self._links}
-        state, backwards = self._layers.followed_by(Recomputed()), self._layers.backwards_followed()
-        with state, backwards, clock.paused(), self._rng.generators_restored():
+        one = batch.microbatches[0]._replace(number=0)
+        batch = replace(batch, microbatches=[one], crossing=None)
+        steps = {n: ProbingStep(n, batch, self._layers, self._rng) for n in self._links}
+        with self._layers.backwards_followed():
             run(self._runs(steps, self._order(ForwardOnly, batch)))
-        return {stage: step.run for stage, step in steps.items()}
+            reads = {stage: step.reads for stage, step in steps.items()}
+            if self._stages - 1 in steps:
+                reads[self._stages] = self._read_by_end(batch, steps[self._stages - 1])
+        gathered = self._gather(reads)
+        return {stage: each for others in gathered for stage, each in others.items()}
+
+    def _read_by_end(self, batch: Batch, last: ProbingStep) -> Reads:
+        """See what the end of the step reads."""
+        reads, activation = Reads(), last.activation
+        if activation is None or activation.has_failed or activation.is_empty:
+            return reads
+        message = relink(activation)[1]
+        try:
+            with batch.effects.read():
+                end = StepEnd(batch, self._layers, self._rng)
+                end.rehearse(batch.microbatches[0], message, reads=reads)
+        except Exception:  # The step meets it again when it runs, and tells it.
+            return reads
+        reads.is_complete = True
+        return reads
+
+    def _front(self, batch: Batch) -> StepFront | None:
+        """What runs the code before the layers; None where another process does."""
+        if 0 not in self._links or not self.is_divided:
+            return None
+        return StepFront(batch, self._layers, self._rng)
 
     def _order(
         self, schedule: type[Schedule], batch: Batch, forwards_first: bool = False
@@ -377,3 +476,28 @@ class Pipeline:
             )
             for stage, step in steps.items()
         ]
+
+
+class KeepingStep(StageStep):
+    """The forward passes of one stage, which keeps what it gives.
+
+    Attributes:
+        activations: for each micro-batch.
+    """
+
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self.activations: list[Activation] = []
+
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
+        """Run the user's step on a micro-batch, up to the next stage's first layer."""
+        self.activations.append(super().forward(microbatch, received))
+        return self.activations[-1]
+
+
+def _as_they_are(part: MicroBatch) -> None:
+    """The first layer's inputs are not replaced."""
+
+
+def _nothing() -> None:
+    pass

@@ -1,4 +1,4 @@
-"""Splits a batch into micro-batches and weighs them; what norms need of them; fingerprints.
+"""Splits a batch into micro-batches and counts samples; what norms need of them; fingerprints.
 
 Every stage loads the batch itself. Where samples are picked or transformed at random, differently
 on each rank, the layers of one stage would be trained with the labels of another. So each
@@ -8,8 +8,8 @@ activation message carries the fingerprint, and the stage that receives it compa
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import log
 from typing import Any, NamedTuple
 
@@ -31,11 +31,6 @@ from lightning_axosparse.pipeline.batch_layout import (
 )
 from lightning_axosparse.support.troubleshooting import see
 
-MicrobatchWeight = str | Callable[[Any], float]
-
-_IGNORED = -100
-"""The label that losses of torch and of Hugging Face ignore by default."""
-
 
 class MicroBatch(NamedTuple):
     """A part of a batch.
@@ -43,13 +38,13 @@ class MicroBatch(NamedTuple):
     Attributes:
         batch: the part, of the type of the batch.
         size: number of its samples.
-        weight: of its loss in the loss of the batch.
+        begin: the place of the first of them in the batch.
         number: its index in the batch.
     """
 
     batch: Any
     size: int
-    weight: float
+    begin: int = 0
     number: int = 0
 
 
@@ -70,9 +65,9 @@ def split(batch: Any, microbatches: int, layout: BatchLayout | None = None) -> l
     parts = max(1, min(microbatches, count))
     bounds = [count * i // parts for i in range(parts + 1)]
     if parts == 1:
-        return [MicroBatch(batch, count, 1.0)]
+        return [MicroBatch(batch, count)]
     return [
-        MicroBatch(layout.cut(batch, lo, hi), hi - lo, (hi - lo) / count, number)
+        MicroBatch(layout.cut(batch, lo, hi), hi - lo, lo, number)
         for number, (lo, hi) in enumerate(pairwise(bounds))
     ]
 
@@ -92,9 +87,7 @@ def one_size(sizes: Mapping[Path, int]) -> int:
     return next(iter(sizes.values()), 1)
 
 
-def even_parts(
-    samples: int, wanted: int, replicas_per_batch: int = 1, fewest_samples: int = 1
-) -> int:
+def even_parts(samples: int, wanted: int, fewest_samples: int = 1) -> int:
     """The number of equal parts of a batch that is closest, by ratio, to the one wanted.
 
     The mean over equal parts is the mean over the batch, also where a user's code takes it.
@@ -102,17 +95,14 @@ def even_parts(
     Args:
         samples: samples in the batch.
         wanted: parts wanted.
-        replicas_per_batch: replicas that divide the parts among them, equally where the number of
-            samples allows it.
         fewest_samples: of a part, unless the batch has fewer.
     """
     even = [parts for parts in divisors(samples) if samples // parts >= fewest_samples] or [1]
-    shared = [parts for parts in even if parts % replicas_per_batch == 0]
-    return min(shared or even, key=lambda parts: abs(log(parts / wanted)))
+    return min(even, key=lambda parts: abs(log(parts / wanted)))
 
 
-def weigh(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:
-    """Weigh the micro-batches of a user's own function by their samples.
+def counted(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:
+    """Count the samples in the micro-batches of a user's own function.
 
     Args:
         batches: the parts.
@@ -121,10 +111,10 @@ def weigh(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:
             dimension of the first array counts.
     """
     sizes = _added_up(batches, whole) or [samples(batch) for batch in batches]
-    total = sum(sizes)
+    begins = accumulate(sizes, initial=0)
     return [
-        MicroBatch(batch, size, size / total, number)
-        for number, (batch, size) in enumerate(zip(batches, sizes, strict=True))
+        MicroBatch(batch, size, begin, number)
+        for number, (batch, size, begin) in enumerate(zip(batches, sizes, begins, strict=False))
     ]
 
 
@@ -149,76 +139,9 @@ def _lengths(batch: Any) -> dict[tuple[Path, int], int]:
     return {**lists, **found}
 
 
-def of_replica(
-    microbatches: Sequence[MicroBatch], index: int, replicas: int
-) -> Sequence[MicroBatch]:
-    """The consecutive micro-batches of a batch that one of the replicas that share it computes."""
-    count = len(microbatches)
-    return microbatches[count * index // replicas : count * (index + 1) // replicas]
-
-
 def samples(batch: Any) -> int:
     """Count the samples of a batch: the first dimension of its first array that has one."""
     return next((leaf.shape[0] for _, leaf in arrays(batch)), 1)
-
-
-def weigh_by(rule: MicrobatchWeight, microbatches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Weigh micro-batches by a user's rule.
-
-    Args:
-        rule: a function of a part of the batch that returns its weight; or the name of an entry of
-            the batch: the weight is the number of integers that are not -100, or the sum of other
-            values.
-        microbatches: the micro-batches of a whole batch.
-
-    Returns:
-        The micro-batches with weights that add up to one; as they were, if all weigh nothing.
-
-    Raises:
-        MisconfigurationException: if the rule gives no number, or a negative one.
-    """
-    weights = [_weight_by(rule, part.batch) for part in microbatches]
-    total = sum(weights)
-    if not total:
-        return list(microbatches)
-    return [
-        part._replace(weight=weight / total)
-        for part, weight in zip(microbatches, weights, strict=True)
-    ]
-
-
-def _weight_by(rule: MicrobatchWeight, batch: Any) -> float:
-    weight = _count(_entry(batch, rule)) if isinstance(rule, str) else rule(batch)
-    try:
-        number = float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise MisconfigurationException(
-            f"microbatch_weight={rule!r} gave {weight!r} for a micro-batch. It has to be a finite "
-            "number, at least 0: what the loss of this part of the batch was divided by."
-            + see("losses")
-        )
-    return number
-
-
-def _entry(batch: Any, name: str) -> Any:
-    if isinstance(batch, Mapping) and name in batch:
-        return batch[name]
-    if not isinstance(batch, Mapping) and hasattr(batch, name):
-        return getattr(batch, name)
-    there = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
-    raise MisconfigurationException(
-        f"microbatch_weight={name!r} names no entry of the batch ({there}). Name one, or give a "
-        "function of a part of the batch." + see("losses")
-    )
-
-
-def _count(entry: Any) -> float:
-    values = torch.as_tensor(entry)
-    if values.dtype is torch.bool or values.is_floating_point():
-        return float(values.double().sum())
-    return float((values != _IGNORED).sum())
 
 
 _SAMPLED = 4096
@@ -320,4 +243,16 @@ def explain_statistics(
         f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
         f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
         "smaller)." + see("batches")
+    ) from error
+
+
+def explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
+    """Raise in terms of micro-batches what a layer says that wants certain numbers of samples."""
+    if len(set(sizes)) == 1:
+        return
+    raise MisconfigurationException(
+        f"A step raised {type(error).__name__} for one of {len(sizes)} micro-batches, which have "
+        f"{', '.join(map(str, sizes))} samples: {error}\nIf a layer wants certain numbers of them, "
+        "such as pairs, drop_last=True leaves out a last batch that is smaller, and split_batch= "
+        "divides each batch as the layer wants it." + see("batches")
     ) from error

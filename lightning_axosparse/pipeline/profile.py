@@ -254,7 +254,8 @@ class StageTimes:
             self._seconds.append(_computed() - began)
             if len(self._seconds) == _WARM_UP + _BATCHES:
                 mean = sum(self._seconds[_WARM_UP:]) / _BATCHES
-                _say(all_gather(mean, self._group))
+                # The first rank of a pipeline has its last stage.
+                _say(all_gather(mean, self._group)[::-1])
 
 
 def _computed() -> float:

@@ -6,8 +6,10 @@ Every stage runs the user's whole step on the whole module. Calling a layer does
     layer of the stage           computes, with activation checkpointing where asked for
     layer of a later stage       ends the step by raising ``StageEdge``
 
-So the code before the layers runs on every stage and the code behind them on the last one only.
-``skip_tensors`` sends along what the code between them has computed, ``side_outputs`` what hooks
+So does the return of the last layer: the end of the step runs once, on the whole batch, as one more
+stage without layers, in which every layer is replaced (``whole_batch``). Only where losses are
+differentiated micro-batch by micro-batch does the step go on behind the last layer.
+``skip_tensors`` sends along what the code between layers has computed, ``side_outputs`` what hooks
 and attributes of earlier layers hold, as far as later stages read it (``message``).
 """
 
@@ -24,24 +26,25 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing.message import Activation, Reads, Sent, tensors
+from lightning_axosparse.pipeline.crossing.message import Activation, Reads, Sent
 from lightning_axosparse.pipeline.crossing.placeholder import Progress, described
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.state.batch_state import StepState
-from lightning_axosparse.support.patched import replaced_forward
+from lightning_axosparse.support.object_trees import object_leaves
+from lightning_axosparse.support.patched import patched, replaced_forward
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
+    PausableOperatorMode,
     await_collective,
     backward_passes_by,
     never_compiled,
     paused,
     plain_torch_functions,
-    tree_leaves,
 )
 from lightning_axosparse.support.troubleshooting import see
+
+Mode = PausableMode | PausableOperatorMode
 
 
 class InnerBackward:
@@ -60,9 +63,9 @@ class InnerBackward:
         self,
         parameters: Callable[[], Iterable[nn.Parameter]],
         received: Callable[[], Iterable[Tensor]],
-        first: str,
+        earlier: Sequence[nn.Module],
     ) -> None:
-        self._parameters, self._received, self._first = parameters, received, first
+        self._parameters, self._received, self._earlier = parameters, received, earlier
         self._given: set[Any] = set()
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
 
@@ -78,7 +81,7 @@ class InnerBackward:
         its tensor, and a tensor that is kept would count as needed.
         """
         with plain_torch_functions():
-            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            leaves = object_leaves((args, kwargs), Tensor)
             nodes = [_node(leaf) for leaf in leaves if leaf.requires_grad]
             if nodes:
                 _follow(nodes, self._given)
@@ -108,19 +111,20 @@ class InnerBackward:
 
     def _needs_earlier_stages(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
         """Whether an earlier stage has computed a part of ``outputs`` from one of ``inputs``."""
-        if self._given.isdisjoint(map(_node, inputs)):
+        theirs = {parameter for layer in self._earlier for parameter in layer.parameters()}
+        if theirs.union(self._given).isdisjoint(map(_node, inputs)):
             return False
         return not _follow(map(_node, outputs), set()).isdisjoint(self._received())
 
     def _refuse(self) -> None:
         raise MisconfigurationException(
             "The step runs a backward pass of its own (`backward` or `torch.autograd.grad`) through"
-            f" the layers, but this stage begins with {self._first!r}: the layers before it are on"
-            " other ranks, so their part of the gradient would be missing. Adversarial training,"
-            " energy models and gradient penalties by the network's input need all layers in one"
-            " process: use AxoSparseStrategy(g_inter=1), with replicas (`devices`). On several"
-            " stages a step may differentiate inside of one layer, or what it computes behind the"
-            " layers." + see("steps")
+            " layers that are on another stage, so their part of the gradient would be missing."
+            " Adversarial training, energy models, gradient penalties by the network's input and"
+            " the gradients of tasks by its weights need all layers in one process: use"
+            " AxoSparseStrategy(g_inter=1), with replicas (`devices`). On several stages a step may"
+            " differentiate inside of one layer, or what it computes behind the layers."
+            + see("steps")
         )
 
 
@@ -156,30 +160,48 @@ class StageEdge(BaseException):
         self.activation = activation
 
 
+FirstInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Replaces the arguments of the first layer."""
+
+
 @dataclass
 class Visit:
-    """One micro-batch's pass through the layers of one stage."""
+    """One run of the step: a micro-batch's through one stage, or the batch's behind the layers.
+
+    The stage after the last one has no layers; its run is the end of the step.
+    """
 
     stage: int
     microbatch: int
     received: Activation
-    rng: PipelineRNG
-    tracker: ReductionTracker | None
-    """Follows the reductions in the step; None on stages that it does not reach the end of."""
-    sent: Sent
-    """What the stage sends."""
+    tensors: Sequence[Tensor]
+    """Those in what was received."""
+    rng: PipelineRNG | None
+    """Seeds the layers; None where they draw as on one process."""
+    sent: Sent | None
+    """What the stage sends; None where the step runs to its end."""
     progress: Progress
+    ends_behind_layers: bool = True
+    """Whether the return of the last layer ends the step."""
     reads: Reads | None = None
     """Filled with what the stage reads of others; None where that is known."""
+    modes: Sequence[Mode] = ()
+    """Observe the step, but not the layers; entered round the step."""
+    first_inputs: FirstInputs | None = None
+    """Replaces what the step gives to its first layer; None to leave it as it is."""
+    behind_layers: Callable[[Any], None] | None = None
+    """Called where the step goes on behind the last layer, with what that layer gives."""
+    behind_layer: Callable[[Any], None] | None = None
+    """Called with what each other layer of the stage gives."""
+    sent_here: Activation | None = None
+    """What would be sent, where the step goes on behind the last layer of the stage."""
     next_layer: int = 0
     segment: Segment | None = None
     """The stage's layers since the last whose input is kept, with activation checkpointing."""
 
     def received_tensors(self) -> Iterator[Tensor]:
         """The tensors that stand for those of earlier stages, with values or without."""
-        for tensor in tensors(self.received):
-            if tensor is not None:
-                yield tensor
+        yield from self.tensors
         yield from self.progress.placeholders
 
     def validate_placeholders(self) -> None:
@@ -188,8 +210,9 @@ class Visit:
             used = [each for each in self.progress.placeholders if each.grad is not None]
         self.progress.placeholders.clear()
         if used:
+            user = f"Stage {self.stage}" if self.sent is not None else "The end of the step"
             raise MisconfigurationException(
-                f"Stage {self.stage} uses {used[0].source} in a way that could not be followed: "
+                f"{user} uses {used[0].source} in a way that could not be followed: "
                 "the step gives it to a torch.autograd.Function or to compiled code. Do that "
                 "inside a layer, put both ends into one stage (balance=...), or carry the value "
                 "along in what the layers return." + see("values-between-layers")
@@ -197,15 +220,14 @@ class Visit:
 
 
 class _Running(NamedTuple):
-    """The micro-batch whose step runs, and what is followed of it.
+    """The run of the step that goes on, and what is followed of it.
 
     Attributes:
-        visit: the micro-batch.
-        part: the layers of the stage.
+        visit: the run.
+        part: the layers of the stage; none of the end of the step.
         side_outputs: what hooks and attributes of layers hold.
         values: what the step computes between layers.
         modes: those that observe the step, but not the layers.
-        sends: whether a later stage goes on with the step, and needs what this one leaves.
     """
 
     visit: Visit
@@ -213,12 +235,21 @@ class _Running(NamedTuple):
     side_outputs: SideOutputs
     values: DerivedValues
     inner: InnerBackward
-    modes: Sequence[PausableMode]
-    sends: bool
+    modes: Sequence[Mode]
+
+    @property
+    def sends(self) -> bool:
+        """Whether a later stage goes on with the step, and needs what this one leaves."""
+        return self.visit.sent is not None
 
 
 class PipelinedLayers:
-    """The layers of a module, partitioned into stages."""
+    """The layers of a module, partitioned into stages.
+
+    Attributes:
+        remember: called with a layer that is about to be computed, and may be again in its backward
+            pass; returns what makes a context in which it reads what it reads now.
+    """
 
     def __init__(
         self,
@@ -229,14 +260,25 @@ class PipelinedLayers:
         module: nn.Module | None = None,
     ) -> None:
         self.names, self.layers, self.parts = list(names), list(layers), list(parts)
+        self.remember: Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
+        self.remember = lambda layer: nullcontext
         self._checkpointing = checkpointing
         self._module = nn.ModuleList(layers) if module is None else module
         self._buffers: dict[int, str] = {}
-        self._state = StepState()
         self._running: _Running | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
         self._undo = ExitStack()
+
+    @property
+    def end(self) -> int:
+        """The number of the stage behind all layers: the end of the step."""
+        return len(self.parts)
+
+    def part(self, stage: int) -> range:
+        """The layers of a stage."""
+        count = len(self.layers)
+        return range(count, count) if stage == self.end else self.parts[stage]
 
     def install(self, stages: Sequence[int]) -> None:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
@@ -246,20 +288,16 @@ class PipelinedLayers:
         self._buffers = {id(buffer): name for name, buffer in buffers.items()}
         for index, layer in enumerate(self.layers):
             self._undo.enter_context(replaced_forward(layer, partial(self._forward, index)))
+        within = {part for layer in self.layers for part in layer.modules()}
+        for part in self._module.modules():
+            # In evaluation it gives its layers nested tensors, which cannot be sent or joined.
+            if isinstance(part, nn.TransformerEncoder) and part not in within:
+                self._undo.enter_context(patched(part, "use_nested_tensor", False))
 
     def uninstall(self) -> None:
         """Give the layers their own ``forward`` back."""
         self._undo.close()
         self._buffers.clear()
-
-    @contextmanager
-    def followed_by(self, state: StepState) -> Iterator[None]:
-        """Have what steps change on the module followed inside the context."""
-        before, self._state = self._state, state
-        try:
-            yield
-        finally:
-            self._state = before
 
     def backwards_followed(self) -> AbstractContextManager[None]:
         """Have backward passes that steps run themselves followed inside the context."""
@@ -267,35 +305,28 @@ class PipelinedLayers:
 
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
-        """Compute the layers of ``visit.stage`` inside the context."""
-        received, part = visit.received, self.parts[visit.stage]
-        sends = visit.stage < len(self.parts) - 1
-        sent = visit.sent if sends else None
-        # The last stage's buffers are those that count.
-        buffers = self._buffers if sends else {}
+        """Run the step inside the context, and compute the layers of ``visit.stage``."""
+        received, part, sent = visit.received, self.part(visit.stage), visit.sent
+        # The end of the step changes those that count.
+        buffers = self._buffers if sent is not None else {}
         values = DerivedValues(
             visit.progress, part, received, sent, buffers, self.names, visit.reads
         )
         side_outputs = SideOutputs(
             self._watched, received.side_outputs, values, visit.progress, sent, visit.reads
         )
-        # One stage that computes everything has nothing to follow.
-        follows = values.follows and len(self.parts) > 1
-        modes: list[PausableMode] = [visit.tracker] if visit.tracker else []
-        modes += [values] if follows else []
-        first = self.names[part.start] if self.names else ""
-        inner = InnerBackward(self._module.parameters, visit.received_tensors, first)
-        self._running = _Running(visit, part, side_outputs, values, inner, modes, sends)
-        self._state.begin(visit.stage)
+        modes = [*visit.modes, values] if values.follows else visit.modes
+        earlier = self.layers[: part.start]
+        inner = InnerBackward(self._module.parameters, visit.received_tensors, earlier)
+        self._running = _Running(visit, part, side_outputs, values, inner, modes)
         try:
-            with values if follows else nullcontext():
+            with ExitStack() if not modes else _entered(modes):
                 yield
         finally:
             inner.end()
             side_outputs.end()
             values.end_step(self._module)
             self._running = None
-            self._state.end(visit.stage)
 
     def end_step(self, visit: Visit, output: Any, may_call_none: bool = False) -> None:
         """Check at the end of a step that it has called every layer.
@@ -325,13 +356,27 @@ class PipelinedLayers:
                 self._refuse_call(visit, index)
             visit.next_layer += 1
             if index < part.start:
-                return _replacement(running, index, args, kwargs)
+                output = _replacement(running, index, args, kwargs)
+                if visit.next_layer == len(self.layers):
+                    running.values.begin_stage()
+                    if visit.behind_layers is not None:
+                        visit.behind_layers(output)
+                return output
             with paused(running.modes) if running.modes else nullcontext():
                 if index == part.stop:
                     raise StageEdge(_activation(running))
+                if index == 0 and visit.first_inputs is not None:
+                    args, kwargs = visit.first_inputs(args, kwargs)
                 if index == part.start:
                     self._begin(running)
-                return self._run(running, index, compute, args, kwargs)
+                output = self._run(running, index, compute, args, kwargs)
+                if visit.next_layer == len(self.layers):
+                    if visit.ends_behind_layers:
+                        raise StageEdge(_activation(running))
+                    _go_on(running, output)
+                elif visit.behind_layer is not None:
+                    visit.behind_layer(output)
+                return output
 
         return forward
 
@@ -347,7 +392,8 @@ class PipelinedLayers:
         if running.sends:
             running.side_outputs.watch(running.part)
         running.values.begin_stage()
-        running.visit.rng.seed_inside_layers(running.visit.microbatch, running.visit.stage)
+        if running.visit.rng is not None:
+            running.visit.rng.seed_layers(running.visit.microbatch, running.visit.stage)
 
     def _run(
         self,
@@ -386,7 +432,7 @@ class PipelinedLayers:
             return compute(*args, **kwargs)
         part = self.parts[visit.stage]
         if visit.segment is None or checkpointing.begins_segment(index - part.start, len(part)):
-            visit.segment = Segment(checkpointing.device, self._state.remember, checkpointing.count)
+            visit.segment = Segment(checkpointing.device, self.remember, checkpointing.count)
         return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
     def _outside_step(self, index: int, compute: Callable[..., Any], *args: Any, **kw: Any) -> Any:
@@ -421,7 +467,24 @@ class PipelinedLayers:
         )
 
 
+@contextmanager
+def _entered(modes: Sequence[Mode]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
+
+
 # Only a layer's own forward is to be compiled.
+@never_compiled
+def _go_on(running: _Running, output: Any) -> None:
+    """Prepare for the step to go on behind the last layer."""
+    if running.sends:
+        running.visit.sent_here = _activation(running)
+    if running.visit.behind_layers is not None:
+        running.visit.behind_layers(output)
+
+
 @never_compiled
 def _note_output(running: _Running, index: int, output: Any) -> None:
     """Note the output of a layer that this stage has computed, and what the layer has set."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
@@ -21,31 +20,43 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Crossing,
     Gradients,
+    Message,
     Reads,
     Sent,
-    tensors,
 )
-from lightning_axosparse.pipeline.crossing.placeholder import Progress
-from lightning_axosparse.pipeline.loss.outputs import Scalar, with_loss
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.loss.weights import LossWeights
+from lightning_axosparse.pipeline.crossing.placeholder import FirstRead, Progress
+from lightning_axosparse.pipeline.joining import Layouts
 from lightning_axosparse.pipeline.microbatch import (
     BatchFingerprint,
     MicroBatch,
+    explain_sizes,
     explain_statistics,
 )
-from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StageEdge, Visit
+from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
+from lightning_axosparse.pipeline.stage_forward import (
+    FirstInputs,
+    Mode,
+    PipelinedLayers,
+    StageEdge,
+    Visit,
+)
+from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
-_NOTHING = Activation()
+NOTHING = Message(Activation(), ())
+
+Again: TypeAlias = Literal["", "draws", "reads", "has others", "calls others"]
+"""Why a batch has to run again: the step draws random numbers outside the layers, of which
+micro-batches have not got their part; reads what it has not read before, so that it was not sent;
+does something else than to log means and return a loss; or calls functions that were not compared.
+"""
 
 
 class LossBackward(Protocol):
     """Differentiates the losses of a batch: ``strategy.step.batch_gradients.BatchGradients``."""
 
     def differentiate(self, loss: Tensor) -> None:
-        """Differentiate the weighted loss of a micro-batch."""
+        """Differentiate the loss of the batch, or the weighted loss of a micro-batch."""
 
     def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:
         """Prepare for the last backward pass of this process, which makes gradients final.
@@ -59,36 +70,87 @@ class LossBackward(Protocol):
         """Take in that the gradient of one of those parameters is final."""
 
 
+class Effects(Protocol):
+    """What runs of the step do besides computing layers: ``strategy.step.effects.StepEffects``."""
+
+    @property
+    def modes(self) -> Sequence[PausableOperatorMode]:
+        """What has to observe a run of which nothing counts."""
+
+    def discarded(self) -> AbstractContextManager[None]:
+        """Make a context in which nothing of what a run does counts."""
+
+    def read(self) -> AbstractContextManager[None]:
+        """Make a context in which nothing counts, but what would be logged is read."""
+
+    def counted(self) -> AbstractContextManager[None]:
+        """Make a context in which all of it counts, once for the batch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """One batch and the step that is run on it; what all stages of this process share.
 
     Attributes:
         step: the user's step, called as ``step(part, *args, **kwargs)``.
-        args: its arguments besides the part of the batch.
+        args: its arguments besides the batch.
         kwargs: its keyword arguments.
         precision: makes the context in which the step runs.
-        microbatches: the micro-batches that this replica computes.
+        whole: the batch.
+        microbatches: its micro-batches.
         fingerprint: of the whole batch; every message carries it.
-        log: makes the context that records what the step logs for a micro-batch of so many samples,
-            and of this weight, if the user has given one.
-        prints: makes the context that records what the step prints.
-        weights_given: whether the user has given the weights of the micro-batches.
+        effects: what runs of the step do besides computing layers.
         crossing: what crosses the edges of stages; None where that is not known: everything.
-        is_shared: whether other runs of the step get the same micro-batches on this rank.
+        layouts: how the tensors lie that layers give.
+        numbers: those that the step draws, by stage; none where it draws none.
+        of_pass: makes the context of a pass through a stage, or with None of a run through none.
+        failures: what passes have raised that only compare.
     """
 
     step: Callable[..., Any]
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     precision: Callable[[], AbstractContextManager[Any]] = nullcontext
+    whole: MicroBatch
     microbatches: Sequence[MicroBatch]
     fingerprint: BatchFingerprint
-    log: Callable[[int, float | None], AbstractContextManager[None]]
-    prints: Callable[[], AbstractContextManager[Any]] = nullcontext
-    weights_given: bool = False
+    effects: Effects
     crossing: Crossing | None = None
-    is_shared: bool = False
+    layouts: Layouts = field(default_factory=Layouts)
+    numbers: Mapping[int, SampledNumbers] = field(default_factory=dict)
+    of_pass: Callable[[int | None], AbstractContextManager[None]] = lambda stage: nullcontext()
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Samples of each micro-batch."""
+        return [part.size for part in self.microbatches]
+
+    def sent(self, stage: int) -> Sent:
+        """What a stage sends."""
+        return Sent() if self.crossing is None else self.crossing[stage]
+
+    @contextmanager
+    def observed(self, part: MicroBatch, visit: Visit, counts: bool = False) -> Iterator[None]:
+        """Observe a run, and let it draw the random numbers of its samples, inside the context.
+
+        Args:
+            part: the micro-batch, or the whole batch.
+            visit: the run.
+            counts: whether it is the one that counts.
+        """
+        visit.modes = [*(() if counts else self.effects.modes), *visit.modes]
+        numbers = self.numbers.get(visit.stage)
+        if numbers is None:
+            yield
+            return
+        visit.modes = [numbers, *visit.modes]
+        with numbers.of(part.begin, part.begin + part.size, counts):
+            yield
+
+    def called(self, given: Any) -> Any:
+        """Call the step."""
+        return self.step(given, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,18 +158,23 @@ class TrainingBatch(Batch):
     """A batch to train on.
 
     Attributes:
-        weights: the weights of the micro-batches' losses, on the last stage.
         backward: differentiates the losses.
     """
 
-    weights: LossWeights
     backward: LossBackward
 
 
 class StageStep:
-    """The forward passes of one stage through one batch."""
+    """The forward passes of one stage through one batch.
 
-    _may_call_no_layer, _keeps_sources = True, False
+    Args:
+        stage: the stage.
+        batch: the batch.
+        layers: the layers of all stages.
+        rng: seeds the layers.
+        first_inputs: returns what replaces the inputs of the first layer for a micro-batch.
+    """
+
     _reads: Reads | None = None
     """Filled with what the stage reads of others; None where that is known."""
 
@@ -117,77 +184,86 @@ class StageStep:
         batch: Batch,
         layers: PipelinedLayers,
         rng: PipelineRNG,
-        tracker: ReductionTracker,
+        first_inputs: Callable[[MicroBatch], FirstInputs | None] = lambda part: None,
     ) -> None:
-        self.outputs: list[Any] = []
-        """What the step returned for each micro-batch, on the last stage."""
-        self._stage, self._batch, self._layers = stage, batch, layers
-        self._rng, self._tracker = rng, tracker
-        self._is_last = stage == len(layers.parts) - 1
-        is_whole_batch = len(batch.microbatches) == 1 and batch.microbatches[0].weight == 1
-        self._tracks = self._is_last and not is_whole_batch
-        crossing = batch.crossing
-        self._sent = Sent() if crossing is None else crossing[stage]
-        self._visits: dict[int, Visit] = {}
+        self.stage, self.batch = stage, batch
+        self._layers, self._rng, self._first_inputs = layers, rng, first_inputs
 
-    def forward(self, microbatch: int, received: Activation | None) -> Any:
+    @property
+    def name(self) -> str:
+        """The name of the stage's last layer, in words."""
+        part = self._layers.part(self.stage)
+        return repr(self._layers.names[part.stop - 1])
+
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, up to the next stage's first layer.
 
         Returns:
-            The activation to send; on the last stage, what the step returned.
+            The activation to send; one that has failed where this stage, or one before it, reads
+            for the first time what is not sent, so that the batch has to run again.
         """
-        batch, part = self._batch, self._batch.microbatches[microbatch]
-        if received is not None:
-            batch.fingerprint.validate(received.fingerprint, self._stage)
-        visit = Visit(
-            self._stage,
-            part.number,
-            received or _NOTHING,
-            self._rng,
-            self._tracker if self._tracks else None,
-            self._sent,
-            Progress(self._stage),
-            self._reads,
-        )
-        self._visits[microbatch] = visit
-        tracked: AbstractContextManager[None] = nullcontext()
-        if self._tracks:
-            tracked = self._tracker.microbatch(part.size, self._keeps_sources)
-        log = batch.log(part.size, part.weight if batch.weights_given else None)
-        self._rng.seed_outside_layers(part.number)
-        given = copied(part.batch) if batch.is_shared else part.batch
-        with self._forward_context(microbatch, received):
-            try:
-                with batch.prints(), tracked, self._layers.visit(visit):
-                    with log, batch.precision():
-                        output = batch.step(given, *batch.args, **batch.kwargs)
-                    self._layers.end_step(visit, output, self._may_call_no_layer)
-                    if not self._is_last:  # What it logged counts on the last stage alone.
-                        raise StageEdge(_NOTHING._replace(is_empty=True))
-            except StageEdge as edge:
-                output = edge.activation._replace(fingerprint=batch.fingerprint.fingerprint)
-            except (ValueError, RuntimeError) as error:
-                explain_statistics(error, part, batch.microbatches)
-                raise
-            else:
-                self._take_output(output)
-        return output
+        received = received or NOTHING
+        if received.content.has_failed:
+            return Activation(has_failed=True)
+        try:
+            return self._passed(self._visit(microbatch, received), microbatch)
+        except FirstRead:
+            return Activation(has_failed=True)
 
-    def _forward_context(
-        self, microbatch: int, received: Activation | None
-    ) -> AbstractContextManager[None]:
+    def _visit(self, microbatch: int, received: Message) -> Visit:
+        if received is not NOTHING:
+            self.batch.fingerprint.validate(received.content.fingerprint, self.stage)
+        part = self.batch.microbatches[microbatch]
+        return Visit(
+            self.stage,
+            microbatch,
+            received.content,
+            received.tensors,
+            self._rng,
+            self.batch.sent(self.stage),
+            Progress(self.stage),
+            reads=self._reads,
+            first_inputs=self._first_inputs(part) if self.stage == 0 else None,
+        )
+
+    def _passed(self, visit: Visit, microbatch: int) -> Activation:
+        """Run the step as far as this stage goes; nothing counts of what it does besides."""
+        part = self.batch.microbatches[microbatch]
+        try:
+            with self.batch.effects.discarded():
+                self._run_step(visit, part)
+                activation = Activation(is_empty=True)  # It has called no layer.
+        except StageEdge as edge:
+            activation = edge.activation
+        return activation._replace(fingerprint=self.batch.fingerprint.fingerprint)
+
+    def _run_step(self, visit: Visit, part: MicroBatch, modes: Sequence[Mode] = ()) -> Any:
+        """Run the step on a micro-batch, with a copy that it may change."""
+        batch = self.batch
+        visit.modes = modes
+        self._rng.begin_run()
+        context = self._forward_context(visit)
+        try:
+            with batch.of_pass(self.stage), batch.observed(part, visit), context:
+                with self._layers.visit(visit), batch.precision():
+                    given = copied(part.batch)
+                    self._given(given, part, visit)
+                    output = batch.called(given)
+                    self._layers.end_step(visit, output, self._may_call_no_layer)
+                    return output
+        except (ValueError, RuntimeError) as error:
+            explain_statistics(error, part, batch.microbatches)
+            explain_sizes(error, batch.sizes)
+            raise
+
+    _may_call_no_layer = True
+
+    def _given(self, batch: Any, part: MicroBatch, visit: Visit) -> None:
+        """Take in what the step is given of a micro-batch."""
+
+    def _forward_context(self, visit: Visit) -> AbstractContextManager[None]:
         """Make the context in which the step runs on a micro-batch."""
         return nullcontext()
-
-    def _take_output(self, output: Any) -> None:
-        """Keep what the last stage's step returned for a micro-batch."""
-        self.outputs.append(apply_to_collection(output, Tensor, self._detached))
-
-    def _detached(self, tensor: Tensor) -> Any:
-        """A tensor of the step's output; scalars with how they count in the batch's."""
-        if tensor.dim():
-            return tensor.detach()
-        return Scalar(tensor.detach(), self._tracker.of(tensor))
 
 
 class ProbingStep(StageStep):
@@ -201,89 +277,108 @@ class ProbingStep(StageStep):
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
         self._reads = self.reads = Reads()
-        self._tracks = False
+        self.activation: Activation | None = None
+        """What the stage has given."""
 
-    def forward(self, microbatch: int, received: Activation | None) -> Any:
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step, as in a real pass; where it fails, the next stages do nothing."""
-        if received is not None and received.has_failed:
-            return received
+        self.activation = Activation(has_failed=True)
+        if received is not None and received.content.has_failed:
+            return self.activation
+        visit = self._visit(microbatch, received or NOTHING)
         try:
-            output = super().forward(microbatch, received)
+            self.activation = self._passed(visit, microbatch)
         except Exception:  # The step meets it again when it trains, and tells it.
-            return _NOTHING._replace(has_failed=True)
-        self.reads.is_complete = self._visits[microbatch].next_layer > 0
-        return output
+            return self.activation
+        self.reads.is_complete = visit.next_layer > 0
+        return self.activation
 
 
 class TrainingStageStep(StageStep):
     """The forward and backward passes of one stage through one batch.
 
     The last backward pass of a stage that ``is_first_here``, in this process, makes the gradients
-    of the process final.
+    of the process final, but for those of parameters that ``deferred`` returns: they are final when
+    ``end_backward`` was called.
     """
 
     _may_call_no_layer = False
 
     def __init__(
         self,
-        stage: int,
-        batch: TrainingBatch,
-        layers: PipelinedLayers,
-        rng: PipelineRNG,
-        tracker: ReductionTracker,
+        *shared: Any,
         limit: InFlightLimit,
         split: SplitLayers,
         defers: Callable[[int], bool],
         is_first_here: bool,
+        deferred: Collection[nn.Parameter] = (),
+        end_backward: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(stage, batch, layers, rng, tracker)
-        self._weights, self._backward = batch.weights, batch.backward
-        self._keeps_sources = batch.weights.needs_batch
-        self._sources: dict[int, list[Tensor]] = {}
+        super().__init__(*shared)
+        assert isinstance(self.batch, TrainingBatch)
+        self._backward = self.batch.backward
         self._limit, self._is_first_here = limit, is_first_here
-        self._split, self._queue = split, WeightGradientQueue(batch.backward.mark_final)
-        self._defers = defers
+        self._split, self._queue = split, WeightGradientQueue(self._backward.mark_final)
+        self._defers, self._deferred, self._end_backward = defers, deferred, end_backward
+        self._visits: dict[int, Visit] = {}
+        self.is_void = False
+        """Whether the batch has to run again, and these gradients do not count."""
+        self.again: Again = ""
+        """Why, on the last stage, if it can run again in the same way."""
+        self.output: Any = None
+        """What the step has returned for the batch, on the last stage."""
 
-    def backward(self, microbatch: int, output: Any, gradients: Gradients | None) -> float:
-        """Differentiate a micro-batch's loss, or what this stage sent of it.
+    def _visit(self, microbatch: int, received: Message) -> Visit:
+        visit = self._visits[microbatch] = super()._visit(microbatch, received)
+        return visit
+
+    def backward(
+        self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients | None
+    ) -> float | None:
+        """Differentiate what this stage has sent of a micro-batch.
 
         Returns:
             What the gradients of the whole batch are still to be multiplied by, with the last
-            micro-batch.
+            micro-batch; None if it has to run again.
         """
-        is_last_pass = microbatch == len(self._batch.microbatches) - 1
-        factor = 1.0 if gradients is None else gradients.factor
-        if is_last_pass and self._is_last:
-            factor = self._weights.factor()
-        if is_last_pass and self._is_first_here:
-            self._backward.begin_last(factor, self._split.parameters)
-        visit = self._visits.pop(microbatch)
+        gradients = gradients or self._own_gradients(microbatch)
+        is_last_pass = microbatch == len(self.batch.microbatches) - 1
+        self.is_void |= gradients.factor is None
+        is_final = is_last_pass and self._is_first_here and not self.is_void
+        if is_final:
+            assert gradients.factor is not None
+            deferred = {*self._split.parameters, *self._deferred}
+            self._backward.begin_last(gradients.factor, deferred)
+        visit = self._visits.pop(microbatch, None)
         with self._deferring(microbatch, visit, gradients):
-            if gradients is not None:
-                _differentiate(output, gradients)
-            else:
-                sources = self._sources.pop(microbatch, [])
-                loss = self._weights.weighted(microbatch, loss_of(output), sources)
-                if loss is not None:
-                    self._backward.differentiate(loss)
-                else:
-                    exchange_nothing([loss_of(output)])
-        visit.validate_placeholders()
+            self._differentiate(microbatch, sent, gradients)
+        if visit is not None:
+            visit.validate_placeholders()
         if microbatch == 0:
-            self._limit.measured_pending(self._stage, self._queue.bytes_of(microbatch))
+            self._limit.measured_pending(self.stage, self._queue.bytes_of(microbatch))
         if is_last_pass:
             self._queue.end_backwards()
-        return factor
+        if is_final:
+            self._end_backward()
+            for parameter in self._deferred:
+                self._backward.mark_final(parameter)
+        return gradients.factor
+
+    def _own_gradients(self, microbatch: int) -> Gradients:
+        """The gradients of what the last stage gives to the end of the step."""
+        raise NotImplementedError
+
+    def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
+        propagate(sent, gradients.tensors)
 
     def _deferring(
-        self, microbatch: int, visit: Visit, gradients: Gradients | None
+        self, microbatch: int, visit: Visit | None, gradients: Gradients
     ) -> AbstractContextManager[None]:
         """Make the context of a backward pass, in which products are queued if it defers."""
         self._split.suspended = not self._defers(microbatch)
-        if self._split.suspended:
+        if self._split.suspended or visit is None:
             return nullcontext()
-        received = [] if gradients is None else gradients.tensors
-        borrowed = [*received, *tensors(visit.received)]
+        borrowed = [*gradients.tensors, *visit.tensors]
         return self._split.deferring(self._queue, microbatch, borrowed)
 
     @property
@@ -304,37 +399,24 @@ class TrainingStageStep(StageStep):
             self._queue.compute_next()
         return not self._queue.holds(microbatch)
 
-    def _forward_context(
-        self, microbatch: int, received: Activation | None
-    ) -> AbstractContextManager[None]:
+    def _forward_context(self, visit: Visit) -> AbstractContextManager[None]:
         """Split layers if the backward pass defers, and measure what the pass leaves in memory."""
-        self._split.suspended = not self._defers(microbatch)
-        return self._limit.measured(self._stage, received)
-
-    def _take_output(self, output: Any) -> None:
-        super()._take_output(output)
-        loss = loss_of(output)
-        term = self._tracker.of(loss)
-        if self._keeps_sources:
-            self._sources[len(self.outputs) - 1] = self._tracker.sources(term)
-        scalar = Scalar(loss.detach(), *self._weights.add(term))
-        entry = {"loss": scalar} if isinstance(output, Mapping) else scalar
-        self.outputs[-1] = with_loss(self.outputs[-1], entry)
-        self._tracker.forget()
+        self._split.suspended = not self._defers(visit.microbatch)
+        return self._limit.measured(self.stage, visit.tensors)
 
 
-def _differentiate(output: Any, gradients: Gradients) -> None:
-    """Propagate the gradients of what a stage sent through the stage."""
+def propagate(sent: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Propagate the gradients of what a stage has sent through the stage."""
     pairs = [
         (tensor, gradient)
-        for tensor, gradient in zip(tensors(output), gradients.tensors, strict=True)
-        if tensor is not None and gradient is not None and tensor.requires_grad
+        for tensor, gradient in zip(sent, gradients, strict=True)
+        if gradient is not None and tensor.requires_grad
     ]
     if pairs:
         outputs, incoming = zip(*pairs, strict=True)
         torch.autograd.backward(outputs, incoming)
     else:
-        exchange_nothing(tensors(output))
+        exchange_nothing(sent)
 
 
 def loss_of(output: Any) -> Tensor:

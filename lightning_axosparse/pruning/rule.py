@@ -50,7 +50,8 @@ def prunable(module: nn.Module, prune: Prune | None = None) -> dict[str, torch.S
             and whose values say whether they are pruned: the last entry that fits a parameter
             counts, and :data:`PRUNED_BY_DEFAULT` where none fits. Or a function that decides for
             each floating-point parameter. The kinds are "embedding" (also of a tied head), "head"
-            (the weight of the last linear layer), "norm" (both parameters of a normalization),
+            (the weight of the last linear layer), "norm" (the parameters of a normalization, or
+            of ``weight_norm``),
             "bias", "weight" (all others with two or more dimensions) and "other".
 
     Raises:
@@ -85,11 +86,22 @@ def _kind(owners: list[Owner], shape: torch.Size, head: nn.Linear | None) -> Par
         return "embedding"
     if any(isinstance(layer, _NORMS) or type(layer).__name__.endswith("Norm") for layer in layers):
         return "norm"
+    if any(_is_weight_norm(layer, name) for layer, name in owners):
+        return "norm"  # A row without entries has no direction: 0 / 0.
     if "bias" in owners[0][1]:
         return "bias"
     if len(shape) < 2:
         return "other"
     return "head" if any(layer is head for layer in layers) else "weight"
+
+
+def _is_weight_norm(layer: nn.Module, name: str) -> bool:
+    """Whether a parameter is a length or a direction of torch's ``weight_norm``, of either kind."""
+    if isinstance(layer, nn.utils.parametrize.ParametrizationList):
+        return any(type(each).__name__ == "_WeightNorm" for each in layer)
+    hooks: list[Any] = [*layer._forward_pre_hooks.values()]
+    names = {each.name for each in hooks if type(each).__name__ == "WeightNorm"}
+    return name.removesuffix("_g").removesuffix("_v") in names
 
 
 def _decide(table: list[tuple[str, bool]], name: str, kind: ParameterKind) -> bool:

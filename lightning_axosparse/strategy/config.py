@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.choice import tried
-from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import SCHEDULES, is_message_driven
 from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.support.troubleshooting import see
@@ -34,15 +33,12 @@ class Config:
     schedule: str
     transport: Literal["mpi", "loopback"]
     split_batch: Callable[[Any, int], list[Any]] | None
-    microbatch_weight: MicrobatchWeight | None
-    check_first_batch: bool
-    step_outputs: Literal["last", "all"]
+    loss: Literal["auto", "whole", "parts"]
     save_distributed_checkpoint: bool
     recompute: int | Literal["sqrt"] | None
     offload_optimizer: bool
     shard_optimizer: bool
     regrid: int | Literal["auto"] | None
-    share_batches: bool
     g_tensor: int
     tensor_plan: TensorPlan | None
     g_expert: int
@@ -82,7 +78,7 @@ class Config:
     @property
     def pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.g_inter > 1 or self.parts > 1 or self.shares_layers or self.share_batches
+        split = self.g_inter > 1 or self.parts > 1 or self.shares_layers
         return split or self.recompute is not None or self.defers_gradients
 
     @property
@@ -141,7 +137,6 @@ class Config:
             "schedule": self.defers_gradients,
             "regrid": self.regrid is not None,
             "offload_optimizer": self.offload_optimizer,
-            "share_batches": self.share_batches,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(

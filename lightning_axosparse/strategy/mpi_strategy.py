@@ -114,8 +114,7 @@ class MPIStrategy(ParallelStrategy):
     def _grid_of(self, rank: int) -> Grid:
         config = self.config
         shared = {"g_tensor": config.g_tensor, "g_expert": config.g_expert}
-        grid = Grid(self._ranks, config.ranks_per_pipeline, rank, **shared)
-        return replace(grid, replicas_per_batch=grid.g_data) if config.share_batches else grid
+        return Grid(self._ranks, config.ranks_per_pipeline, rank, **shared)
 
     @property
     def is_distributed(self) -> bool:
@@ -136,9 +135,9 @@ class MPIStrategy(ParallelStrategy):
         does so as on one process.
         """
         grid = self.grid
-        if grid.data_size == grid.world_size:
+        if grid.g_data == grid.world_size:
             return precision
-        replica = replace(environment.placement(), world_size=grid.data_size, rank=grid.data_rank)
+        replica = replace(environment.placement(), world_size=grid.g_data, rank=grid.replica)
 
         @contextmanager
         def as_replica() -> Iterator[None]:
@@ -241,8 +240,7 @@ class MPIStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of all replicas, shape ``(g_data, *tensor.shape)``.
 
-        With one replica it returns the tensor itself, as on one process. Replicas that share their
-        batches count as one, because they log the same values.
+        With one replica it returns the tensor itself, as on one process.
         """
         if group is None or group is dist.group.WORLD:  # `LightningModule.all_gather` names it.
             group = self._logged
@@ -251,7 +249,7 @@ class MPIStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """Reduce a tensor over the replicas, of which those that share batches count as one."""
+        """Reduce a tensor over the replicas."""
         group = group or self._logged
         if group is None or not isinstance(tensor, Tensor):
             return tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import time
 from typing import Literal, NamedTuple
 
@@ -130,8 +130,8 @@ class Route(NamedTuple):
 
 def route(tensor: ReshardedTensor, old: Grid, new: Grid) -> Route:
     """Find the sender and the receivers of a tensor among the ranks given this rank's batches."""
-    have = [rank for rank in new.same_batch_ranks if rank % old.g_inter in tensor.before]
-    need = [rank for rank in new.same_batch_ranks if rank % new.g_inter in tensor.after]
+    have = [r for r in new.same_batch_ranks if replace(old, rank=r).stage in tensor.before]
+    need = [r for r in new.same_batch_ranks if replace(new, rank=r).stage in tensor.after]
     return Route(have[0], [rank for rank in need if rank not in have])
 
 

@@ -169,13 +169,13 @@ class Running:
             undo.enter_context(JobEnd().added_to(trainer))
             undo.enter_context(validating_together(trainer))
             undo.enter_context(acting_together(trainer))
-        count_replicas(trainer, grid.data_size)
+        count_replicas(trainer, grid.g_data)
         for average in weight_averages(trainer):
             stage_module.sharding.shard_copy(average)
             stage_module.parts.divide_copy(average)
         if not stage_module.is_whole:
             undo.enter_context(parameters_told_apart_by_identity())
-        if grid.rank != grid.same_batch_ranks[0]:
+        if grid.rank != grid.first_rank(grid.g_inter - 1):
             undo.enter_context(without_writing(trainer))
         if stage_module.groups.inter is not None:
             norms = GradientNorms(trainer, stage_module.remote_gradients)

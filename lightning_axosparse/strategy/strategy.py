@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.microbatch import MicrobatchWeight
 from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.pipeline.shard.sharded_module import summoned
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
@@ -109,21 +108,11 @@ class AxoSparseStrategy(PipelineStrategy):
             along the first dimension, and gives to every micro-batch whole what has none; the first
             batch prints which. Where the loader does not collate as torch's does, all first
             dimensions must agree.
-        microbatch_weight: what the loss of each micro-batch weighs in the loss of the batch. None
-            follows how ``training_step`` reduces: means are weighted by their denominators
-            (samples, or tokens that are not padding, or class weights), sums are added up; for a
-            loss that does not combine it raises. Where a reduction cannot be followed: a function
-            of a micro-batch that returns the denominator of its loss, or the name of the batch
-            entry that is counted: integers that are not -100, or the sum of a mask.
-        check_first_batch: compares the first batch of each loader with its micro-batches: the loss,
-            its gradient, and what the step logs and changes on the module. A loss that differs is
-            an error, any other difference a warning. The step runs forward three times more for it,
-            and leaves no trace.
-        step_outputs: who gets what ``training_step``, ``validation_step`` and ``test_step`` return,
-            in the hooks that end a batch: "last" the last stage alone (after a regrid, for the part
-            of the batch that its replica computes), while the other stages get the loss and the
-            logged values; "all" every rank, which sends it round in every step. ``predict`` returns
-            the predictions on every rank in both cases.
+        loss: how the loss is differentiated. "whole": once a batch, behind all forward passes, so
+            that a stage holds all micro-batches. "parts": micro-batch by micro-batch, so that
+            a stage holds ``in_flight``; a loss that is no known mean or sum over samples counts as
+            a mean over samples then. "auto" goes by parts where a comparison with the whole batch
+            has shown that this gives the same loss and gradient, and says so where it does not.
         save_distributed_checkpoint: checkpoints are folders to which all stages write their own
             tensors at once, as those of Lightning's ``ModelParallelStrategy``. Every grid resumes
             from them, and ``python -m lightning_axosparse.checkpoint.consolidate`` makes the one
@@ -140,11 +129,8 @@ class AxoSparseStrategy(PipelineStrategy):
             step, each keeps its part alone, too.
         regrid: continues, from the epoch after the ticket was drawn, with shorter pipelines and
             more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
-            as memory allows. Batches, their order and the losses stay the same.
-        share_batches: replicas divide each batch of the loader among them, in micro-batches,
-            instead of being given batches of their own. Losses, such as one that balances experts,
-            and logged values are then those of one process with the same loader, for any number of
-            replicas. Every rank loads whole batches.
+            as memory allows. Batches and their order stay the same: each new replica trains on a
+            part of the batch, and gradients are weighted by samples.
         g_tensor: ranks of a stage that share its layers: each has a part of every weight that a
             plan names (tensor parallelism), and all run the same passes in the same order. The
             number of replicas is ``world_size // (g_inter * g_tensor)``.
@@ -186,9 +172,7 @@ class AxoSparseStrategy(PipelineStrategy):
         schedule=one_of("message-driven", "1f1b", *get_args(WeightGradients)),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
-        microbatch_weight=FUNCTION | TEXT | NONE,
-        check_first_batch=BOOL,
-        step_outputs=one_of("last", "all"),
+        loss=one_of("auto", "whole", "parts"),
         save_distributed_checkpoint=BOOL,
         timeout=TIMEOUT,
         restarts=INDEX,
@@ -196,7 +180,6 @@ class AxoSparseStrategy(PipelineStrategy):
         offload_optimizer=BOOL,
         shard_optimizer=BOOL,
         regrid=COUNT | one_of("auto") | NONE,
-        share_batches=BOOL,
         g_tensor=COUNT,
         tensor_plan=one_of("auto") | instance_of("a dict", dict) | NONE,
         g_expert=COUNT,
@@ -212,15 +195,12 @@ class AxoSparseStrategy(PipelineStrategy):
         schedule: str = "message-driven",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
-        microbatch_weight: MicrobatchWeight | None = None,
-        check_first_batch: bool = True,
-        step_outputs: Literal["last", "all"] = "last",
+        loss: Literal["auto", "whole", "parts"] = "auto",
         save_distributed_checkpoint: bool = False,
         recompute: int | Literal["sqrt"] | None = None,
         offload_optimizer: bool = False,
         shard_optimizer: bool = False,
         regrid: int | Literal["auto"] | None = None,
-        share_batches: bool = False,
         g_tensor: int = 1,
         tensor_plan: TensorPlan | None = None,
         g_expert: int = 1,
@@ -268,7 +248,7 @@ class AxoSparseStrategy(PipelineStrategy):
     @property
     def has_step_outputs(self) -> bool:
         """Whether this rank gets what the steps return, and not their loss alone."""
-        return self.config.step_outputs == "all" or self._state.run.stage_module.runs_last_stage
+        return self._state.run.stage_module.runs_last_stage
 
     @property
     def reduced_bytes(self) -> int:

@@ -23,10 +23,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
 from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, HostMemory
+from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
@@ -69,12 +69,12 @@ def validate_module(module: LightningModule) -> None:
     """Check that a module whose steps are pipelined leaves optimization to Lightning."""
     if not module.automatic_optimization:
         raise MisconfigurationException(
-            f"{type(module).__name__} sets `automatic_optimization = False`, but in a pipeline "
-            "`training_step` runs once for each micro-batch, and its code behind the layers on the "
-            "last stage alone: the other stages would never call `optimizer.step()`, and the last "
-            "would call it for each micro-batch. Return the loss from `training_step` instead and "
-            "leave `automatic_optimization` alone; or train with g_inter=1 and microbatches=1, "
-            "where replicas optimize by hand as with Lightning's ddp." + see("steps")
+            f"{type(module).__name__} sets `automatic_optimization = False`, but in a pipeline the "
+            "code of `training_step` behind the layers runs on the last stage alone: the other "
+            "stages would never call `optimizer.step()`. Return the loss from `training_step` "
+            "instead and leave `automatic_optimization` alone; or train with g_inter=1 and "
+            "microbatches=1, where replicas optimize by hand as with Lightning's ddp."
+            + see("steps")
         )
 
 
@@ -154,22 +154,16 @@ def unless_made_later(module: LightningModule) -> Iterator[None]:
             raise
 
 
-def validate_regrid_module(module: nn.Module) -> None:
-    """Check that a module computes the same when several replicas share a batch."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats:
-            raise MisconfigurationException(
-                f"{name!r} ({type(part).__name__}) keeps running statistics of the micro-batches "
-                "that it sees. After a regrid replicas share each batch, so they would differ "
-                "between them. Use a norm without, such as nn.GroupNorm or nn.LayerNorm, or leave "
-                "regrid out, and resume the checkpoint with another g_inter." + see("grid")
-            )
-        if isinstance(part, Metric) and part.dist_sync_on_step:
-            raise MisconfigurationException(
-                f"The metric {name!r} ({type(part).__name__}) synchronises in every micro-batch "
-                "(dist_sync_on_step=True), of which replicas that share a batch after a regrid may "
-                "have different numbers. Leave dist_sync_on_step out, or regrid." + see("grid")
-            )
+def validate_layers(partition: Partition) -> None:
+    """Check that layers compute gradients of micro-batches that add up to those of a batch."""
+    for name, layer in zip(partition.names, partition.layers, strict=True):
+        for path, part in layer.named_modules(prefix=name):
+            if getattr(part, "scale_grad_by_freq", False):
+                raise MisconfigurationException(
+                    f"{path!r} ({type(part).__name__}) has scale_grad_by_freq=True: it divides "
+                    "gradients by how often a row occurs in a batch, and would count in each "
+                    "micro-batch. Leave it out, or use microbatches=1." + see("layers")
+                )
 
 
 # Weights of which ranks have parts

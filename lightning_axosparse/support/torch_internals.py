@@ -26,6 +26,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 tree_map = _pytree.tree_map
+SUPPORTED_NODES = _pytree.SUPPORTED_NODES
 tree_map_with_path = _pytree.tree_map_with_path
 tree_leaves_with_path = _pytree.tree_leaves_with_path
 path_name = _pytree.keystr
@@ -134,6 +135,12 @@ def dispatch_mode_is_active() -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place; 0 for one made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Let autograd take tensors for changed in place as often as they were at another time."""
+    if tensors:
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -326,6 +333,11 @@ def is_random(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
+def is_pointwise(operator: Any) -> bool:
+    """Return whether each entry of what ``operator`` returns depends on the same entry alone."""
+    return torch.Tag.pointwise in operator.tags
+
+
 def makes_tensors(operator: Any) -> bool:
     """Return whether ``operator`` returns tensors."""
     return any("Tensor" in str(returned.type) for returned in operator._schema.returns)
@@ -382,26 +394,71 @@ class PausableMode(TorchFunctionMode):
         super().__init__()
         self._is_paused = False
 
+    @property
+    def is_innermost(self) -> bool:
+        """Whether it was entered last of all modes of its kind."""
+        return _get_current_function_mode() is self
+
+    def pause(self) -> None:
+        """Take in that it begins to be paused."""
+
+    def resume(self) -> None:
+        """Take in that it is no longer paused."""
+
+
+class PausableOperatorMode(OperatorMode):
+    """A mode that observes the operators of a step, except while it is paused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_paused = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
+        return self.observe(func, args, kwargs or {})
+
+    @property
+    def is_innermost(self) -> bool:
+        """Whether it was entered last of all modes of its kind."""
+        return _get_current_dispatch_mode() is self
+
+    def pause(self) -> None:
+        """Take in that it begins to be paused."""
+
+    def resume(self) -> None:
+        """Take in that it is no longer paused."""
+
 
 class paused:
     """A context in which some modes, of which the last was entered last, observe nothing."""
 
     # Entered for each layer and micro-batch, so it is no generator.
-    def __init__(self, modes: Sequence[PausableMode]) -> None:
-        self._modes = modes
-        self._before: list[tuple[PausableMode, bool, bool]] = []
+    def __init__(self, modes: Sequence[PausableMode | PausableOperatorMode]) -> None:
+        self._modes = [mode for mode in modes if not mode._is_paused]
+        self._left: list[bool] = []
 
+    @never_compiled
     def __enter__(self) -> None:
         for mode in reversed(self._modes):
             # A mode that is entered costs a microsecond for each torch function.
-            leaves = _get_current_function_mode() is mode
+            leaves = mode.is_innermost
             if leaves:
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._before.append((mode, leaves, mode._is_paused))
+            self._left.append(leaves)
             mode._is_paused = True
+            mode.pause()
 
+    @never_compiled
     def __exit__(self, *error: object) -> None:
-        for mode, leaves, was_paused in reversed(self._before):
-            if leaves:
+        for mode, left in zip(self._modes, reversed(self._left), strict=True):
+            mode.resume()
+            if left:
                 mode.__enter__()  # type: ignore[no-untyped-call]
-            mode._is_paused = was_paused
+            mode._is_paused = False

@@ -50,6 +50,8 @@ UNCHECKABLE = re.compile(r"(could|can|was|were) ?not (be )?(checked|compared)")
 LINK = re.compile(r"See \S+#[a-z-]+\.")
 """At the end of an error of this package."""
 
+WHOLE = re.compile(r"is differentiated once a batch")
+
 ADVICE = re.compile(r"expect other losses")
 """Of batch norms, in the log."""
 
@@ -72,6 +74,8 @@ class Entry:
         cause: the module it stands in.
         make: makes the user's module.
         equal: a hostile step that has to be right, and nothing said.
+        crashes: whether it may end in an error of its own code.
+        rounding: of its precision, as a multiple of that of float32.
         random: whether it draws random numbers, so that values are not compared.
         reason: what a warning or an error has to tell, though this step looks ordinary.
         unread: attributes of which nobody reads what the last micro-batch leaves.
@@ -84,6 +88,8 @@ class Entry:
     cause: str
     make: Callable[[], L.LightningModule]
     equal: bool
+    crashes: bool
+    rounding: float
     random: bool
     reason: str
     unread: tuple[str, ...]
@@ -118,6 +124,8 @@ class Outcome:
     kind: Kind
     differences: dict[str, str]
     said: list[str]
+    whole: str = ""
+    """The line that says why the loss is differentiated once a batch, if it is."""
 
 
 _entries: dict[str, Entry] = {}
@@ -128,6 +136,8 @@ def entry(
     *,
     hook: str = "",
     equal: bool = False,
+    crashes: bool = False,
+    rounding: float = 1,
     random: bool = False,
     reason: str = "",
     unread: tuple[str, ...] = (),
@@ -141,7 +151,8 @@ def entry(
         base: what the method is put into.
         hook: the method's name there; by default ``training_step`` if it takes a batch and its
             index, else ``loss``.
-        equal, random, reason, unread, strategy, trainer, loaders: see :class:`Entry`.
+        equal, crashes, rounding, random: see :class:`Entry`.
+        reason, unread, strategy, trainer, loaders: see :class:`Entry`.
     """
 
     def enter(what: Any) -> Any:
@@ -157,6 +168,8 @@ def entry(
             cause=what.__module__.rsplit(".", 1)[-1],
             make=made,
             equal=equal,
+            crashes=crashes,
+            rounding=rounding,
             random=random,
             reason=reason,
             unread=unread,
@@ -298,52 +311,52 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{path}[{index}]", one)
 
 
-def differences(plain: Observation, ours: Observation) -> dict[str, str]:
-    """What differs between two runs, by name, in words."""
+def differences(plain: Observation, ours: Observation, rounding: float = 1) -> dict[str, str]:
+    """What differs between two runs by more than rounding, by name, in words."""
     found: dict[str, str] = {}
     if len(plain.losses) != len(ours.losses):
         found["loss"] = f"{len(plain.losses)} steps, {len(ours.losses)} here"
     for one, other in zip(plain.losses, ours.losses, strict=False):
-        if _differ(one, other):
+        if _differ(one, other, rounding):
             found.setdefault("loss", f"{one:.6g}, {other:.6g} here")
     for one, other in zip(plain.logged, ours.logged, strict=False):
         for name in one.keys() | other.keys():
             if name not in one or name not in other:
                 found.setdefault(name, f"logged {name in one}, {name in other} here")
-            elif _differ(one[name], other[name]):
+            elif _differ(one[name], other[name], rounding):
                 found.setdefault(name, f"{one[name]:.6g}, {other[name]:.6g} here")
     for name, one in plain.weights.items():
         before, other = plain.before[name], ours.weights[name]
-        if _too_far(before.double(), one.double(), other.double()):
+        if _too_far(before.double(), one.double(), other.double(), rounding):
             change = (one - before).double().norm().clamp(min=1e-12)
             found[f"weight {name}"] = f"{(other - one).double().norm() / change:.2%} off"
     for name in plain.attributes.keys() | ours.attributes.keys():
         left, right = plain.attributes.get(name), ours.attributes.get(name)
         if name in ours.attributes and right is None:
             continue
-        if left is None or right is None or not _same(left, right):
+        if left is None or right is None or not _same(left, right, rounding):
             found[name] = f"{_show(left)}, {_show(right)} here"
     return found
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(one: Tensor, other: Tensor, rounding: float) -> bool:
     if one.shape != other.shape:
         return False
-    return torch.allclose(one.double(), other.double(), RELATIVE, 1e-6, equal_nan=True)
+    return torch.allclose(one.double(), other.double(), rounding * RELATIVE, 1e-6, equal_nan=True)
 
 
-def _too_far(before: Tensor, one: Tensor, other: Tensor) -> bool:
+def _too_far(before: Tensor, one: Tensor, other: Tensor, rounding: float) -> bool:
     if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
         return True
     before, one, other = (part.nan_to_num(0, 0, 0) for part in (before, one, other))
-    near = OF_UPDATES * (one - before).norm() + 2e-6 * one.norm() + 1e-7
+    near = rounding * OF_UPDATES * (one - before).norm() + 2e-6 * one.norm() + 1e-7
     return bool((other - one).norm() > near)
 
 
-def _differ(one: float, other: float) -> bool:
+def _differ(one: float, other: float, rounding: float) -> bool:
     if one != one or other != other:
         return (one != one) != (other != other)
-    return abs(one - other) > RELATIVE * max(abs(one), abs(other)) + 1e-6
+    return abs(one - other) > rounding * RELATIVE * max(abs(one), abs(other)) + 1e-6
 
 
 def _show(value: Tensor | None) -> str:
@@ -357,19 +370,20 @@ def judge(which: Entry, plain: Observation, ours: Observation) -> Outcome:
     said = [text for text in ours.said if text not in plain.said]
     said += [text for text in ours.noted if ADVICE.search(text)]
     unchecked = [text for text in said + ours.noted if UNCHECKABLE.search(text)]
+    whole = next((text for text in ours.noted if WHOLE.search(text)), "")
     if ours.error:
         return Outcome("refused" if ours.ours else "crashed", {}, [ours.error])
     if which.random:
         found = {"random": "not compared"} if which.hostile and not which.equal else {}
     else:
-        found = differences(plain, ours)
+        found = differences(plain, ours, which.rounding)
         found = {name: what for name, what in found.items() if name not in which.unread}
     if unchecked:
         return Outcome("uncheckable", found, unchecked)
     unnamed = unsaid(found, said)
     if unnamed:
         return Outcome("silent", unnamed, said)
-    return Outcome("warned" if said else "equal", found, said)
+    return Outcome("warned" if said else "equal", found, said, whole)
 
 
 def unsaid(found: dict[str, str], said: list[str]) -> dict[str, str]:
@@ -390,6 +404,8 @@ def _names(name: str, text: str) -> bool:
 def allowed_outcomes(which: Entry) -> set[Kind]:
     """What an entry may come to."""
     told: set[Kind] = {"refused", "warned", "uncheckable"}
+    if which.crashes:
+        told.add("crashed")
     if which.reason:
         return told
     return told | {"equal"} if which.hostile and not which.equal else {"equal"}

@@ -7,6 +7,21 @@ import pytest
 from tests.corpus.harness import allowed_outcomes, compare, entries
 
 ORDINARY = entries("ordinary")
+WHOLE = {
+    "AdaptiveLogSoftmax",
+    "CodebookAsAnEmbedding",
+    "MultiMarginLoss",
+    "T5",
+    "accuracy_by_a_quotient",
+    "ctc_loss",
+    "ctc_loss_summed",
+    "divided_by_the_count_before_the_sum",
+    "lists_of_tensors",
+    "masked_autoencoder",
+    "multi_label_margin_loss",
+    "weighted_over_time",
+}
+"""Those whose loss is differentiated once a batch, as nothing shows that it need not be."""
 
 
 @pytest.mark.parametrize("name", ORDINARY)
@@ -14,6 +29,11 @@ def test_an_ordinary_step_is_right(name: str) -> None:
     which = ORDINARY[name]
     outcome = compare(which)
     assert outcome.kind in allowed_outcomes(which), outcome
+    assert bool(outcome.whole) == (name in WHOLE), outcome.whole
+
+
+def test_hardly_any_is_differentiated_once_a_batch() -> None:
+    assert len(WHOLE) <= 0.1 * len(ORDINARY)
 
 
 def test_hardly_any_is_warned_of_or_refused() -> None:

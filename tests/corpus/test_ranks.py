@@ -25,7 +25,11 @@ PATIENCE = 20.0
 """Seconds for which a rank that has refused a step waits for the other to do so, too."""
 
 OF_RANKS = (
+    "ComputesAMetricTwice",
     "LogsOnTheFirstRank",
+    "MinimizesSharpness",
+    "PaddedTransformer",
+    "ReadsMetricsInHooks",
     "RegistersHooksInItsFirstStep",
     "WritesToTheLoggerItself",
     "divides_by_the_world",

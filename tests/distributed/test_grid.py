@@ -11,12 +11,13 @@ def test_a_pipeline_is_a_run_of_consecutive_ranks(g_inter: int, g_data: int) -> 
     world = g_inter * g_data
     grids = [Grid(world, g_inter, rank) for rank in range(world)]
     assert [(grid.replica, grid.stage) for grid in grids] == [
-        (replica, stage) for replica in range(g_data) for stage in range(g_inter)
+        (replica, stage) for replica in range(g_data) for stage in reversed(range(g_inter))
     ]
     for grid in grids:
         assert grid.g_data == g_data
-        assert grid.pipeline[grid.stage] == grid.rank
-        assert grid.pipeline == grid.ranks_by(lambda g: g.pipeline_index)[grid.pipeline_index]
+        assert grid.pipeline[grid.stage] == grid.first_rank(grid.stage) == grid.rank
+        group = grid.ranks_by(lambda g: g.pipeline_index)[grid.pipeline_index]
+        assert grid.pipeline == group[::-1]
         assert [len(ranks) for ranks in grid.ranks_by(lambda g: "all", {0, g_inter - 1})] == [
             g_data * min(2, g_inter)
         ]
@@ -37,10 +38,10 @@ def test_shorter_pipelines_share_the_batches_of_the_long_one(
     for rank, new in enumerate(grid.shortened(g_inter) for grid in old):
         assert (new.g_inter, new.replicas_per_batch, new.data_size) == (g_inter, joined, batches)
         assert new.data_rank == old[rank].replica
-        assert new.same_batch_ranks == old[rank].pipeline
+        assert new.same_batch_ranks == sorted(old[rank].pipeline)
         assert new.same_batch_ranks == new.ranks_by(lambda g: g.data_rank)[new.data_rank]
-        assert new.batch_replicas(new.stage)[new.part_of_batch] == rank
-        assert old[rank].batch_replicas(old[rank].stage) == [rank]
+        assert new.part_of_batch == new.replica - new.data_rank * joined
+        assert old[rank].part_of_batch == 0
 
 
 def test_divisors_are_found_at_once_for_large_numbers():
@@ -59,13 +60,14 @@ def test_ranks_that_share_layers_have_one_stage_and_one_replica(
         (replica, tensor_rank, stage)
         for replica in range(g_data)
         for tensor_rank in range(g_tensor)
-        for stage in range(g_inter)
+        for stage in reversed(range(g_inter))
     ]
     for grid in grids:
         assert grid.data_size == g_data
         held = grid.ranks_by(lambda g: g.tensor_rank, {grid.stage})
         assert grid.rank in held[grid.tensor_rank]
-        assert grids[grid.batch_replicas(grid.stage)[0]].tensor_rank == 0
+        first = grids[grid.first_rank(grid.stage)]
+        assert (first.replica, first.tensor_rank, first.stage) == (grid.replica, 0, grid.stage)
 
 
 def test_a_tensor_group_that_does_not_divide_the_world_raises():
@@ -78,7 +80,7 @@ def test_ranks_are_grouped_by_what_they_have_in_common():
     assert (grid.replica, grid.copy, grid.expert_rank) == (1, 0, 1)
     assert grid.ranks_by(lambda g: g.copy) == [[*range(8)], [*range(8, 16)]]
     with_experts_of_a_stage = grid.ranks_by(lambda g: (g.copy, g.tensor_rank, g.stage), {0})
-    assert with_experts_of_a_stage == [[0, 4], [2, 6], [8, 12], [10, 14]]
+    assert with_experts_of_a_stage == [[1, 5], [3, 7], [9, 13], [11, 15]]
     same_experts = grid.ranks_by(lambda g: (g.expert_rank, g.stage))
     assert same_experts == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]
 

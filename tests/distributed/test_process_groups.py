@@ -17,17 +17,17 @@ from lightning_axosparse.distributed.process_groups import (
 )
 from tests.ranks import run_ranks
 
-GROUPS = ("inter", "data", "same_batch", "across_batches", "batch_replicas", "logged")
+GROUPS = ("inter", "data", "same_loader", "logged")
 ALL, PAIRS, STRIDED = [[0, 1, 2, 3]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]
 
 # (g_inter, replicas_per_batch): the parts of more than one rank, for each of GROUPS
 PARTS: dict[tuple[int, int], tuple[list[list[int]], ...]] = {
-    (1, 1): ([], ALL, [], ALL, [], ALL),
-    (2, 1): (PAIRS, STRIDED, PAIRS, STRIDED, [], STRIDED),
-    (4, 1): (ALL, [], ALL, [], [], []),
-    (1, 2): ([], ALL, PAIRS, STRIDED, PAIRS, STRIDED),
-    (2, 2): (PAIRS, STRIDED, ALL, [], STRIDED, []),
-    (1, 4): ([], ALL, ALL, [], ALL, []),
+    (1, 1): ([], ALL, [], ALL),
+    (2, 1): (PAIRS, STRIDED, PAIRS, STRIDED),
+    (4, 1): (ALL, [], ALL, []),
+    (1, 2): ([], ALL, PAIRS, ALL),
+    (2, 2): (PAIRS, STRIDED, ALL, STRIDED),
+    (1, 4): ([], ALL, ALL, ALL),
 }
 
 
@@ -60,17 +60,16 @@ def of_grid(g_inter: int, replicas_per_batch: int) -> dict[str, Any]:
         return None if group is None else sorted(dist.get_process_group_ranks(group))
 
     ends = frozenset({0, last})
-    total = all_sum(torch.tensor([rank]), groups.same_batch)
+    total = all_sum(torch.tensor([rank]), groups.same_loader)
     return {
         "members": {name: members(getattr(groups, name)) for name in GROUPS},
         "everybody": (members(groups.world), members(groups.loop_ends)),
         "apart": groups.loop_ends is not groups.world
-        and (groups.logged is None or groups.logged is not groups.across_batches),
+        and (groups.logged is None or groups.logged is not groups.data),
         "holding": members(groups.holding(ends)) if grid.stage in ends else None,
         "along pipeline": groups.broadcast_along_pipeline(rank, last),
-        "to same batch": groups.broadcast_to_same_batch(rank, last),
-        "from last stage": groups.all_gather_from_stage(rank, last),
-        "gathered": gather(rank, groups.batch_replicas),
+        "in replica": groups.broadcast_in_replica(rank, last),
+        "gathered": gather(rank, groups.data),
         "all gathered": all_gather(rank, groups.inter),
         "from first": broadcast_from_first(rank, groups.data),
         "sum": total.tolist(),
@@ -107,21 +106,14 @@ def test_collectives_reach_the_ranks_of_their_group_alone(ranks: Any) -> None:
     def of(shape: tuple[int, int], name: str) -> list[Any]:
         return [found[shape][name] for found in ranks]
 
-    assert of((2, 1), "along pipeline") == [1, 1, 3, 3]
-    assert of((4, 1), "along pipeline") == [3, 3, 3, 3]
-    assert of((1, 1), "along pipeline") == [0, 1, 2, 3]
+    for name in ("along pipeline", "in replica"):
+        assert of((2, 1), name) == of((2, 2), name) == [0, 0, 2, 2]
+        assert of((4, 1), name) == [0, 0, 0, 0]
+        assert of((1, 1), name) == of((1, 2), name) == [0, 1, 2, 3]
 
-    assert of((2, 1), "to same batch") == [1, 1, 3, 3]
-    assert of((1, 2), "to same batch") == [0, 0, 2, 2]
-    assert of((2, 2), "to same batch") == [1, 1, 1, 1]
-
-    assert of((2, 1), "from last stage") == [[1], [1], [3], [3]]
-    assert of((1, 2), "from last stage") == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert of((2, 2), "from last stage") == [[1, 3]] * 4
-
-    assert of((2, 1), "gathered") == [[0], [1], [2], [3]]
+    assert of((4, 1), "gathered") == [[0], [1], [2], [3]]
     assert of((2, 2), "gathered") == [[0, 2], [1, 3], [], []]
-    assert of((1, 2), "gathered") == [[0, 1], [], [2, 3], []]
+    assert of((1, 2), "gathered") == [[0, 1, 2, 3], [], [], []]
 
     assert of((2, 1), "all gathered") == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert of((2, 1), "from first") == [0, 1, 0, 1]
@@ -140,8 +132,7 @@ def test_a_process_alone_needs_no_process_group() -> None:
     assert groups.holding(frozenset({0})) is None
     for stage in (0, 3):  # with the loopback transport it runs all stages
         assert groups.broadcast_along_pipeline("value", stage) == "value"
-        assert groups.broadcast_to_same_batch("value", stage) == "value"
-        assert groups.all_gather_from_stage("value", stage) == ["value"]
+        assert groups.broadcast_in_replica("value", stage) == "value"
     assert gather("value", None) == all_gather("value", None) == ["value"]
     assert broadcast_from_first("value", None) == "value"
     assert all_sum(torch.tensor([3.0]), None).tolist() == [3.0]

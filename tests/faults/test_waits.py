@@ -54,8 +54,8 @@ def test_nothing_goes_wrong() -> None:
 @warm
 def test_a_killed_rank_is_named() -> None:
     with fails(
-        r"rank 1 \(stage 1 of replica 0\) on host \S+ was killed by SIGKILL",
-        r"in training batch 2 of epoch 0, micro-batch \d, forward pass",
+        r"rank 1 \(stage 0 of replica 0\) on host \S+ was killed by SIGKILL",
+        "in training batch 2 of epoch 0, before its first micro-batch",
     ):
         jobs.train(jobs.Killed())
 
@@ -63,7 +63,7 @@ def test_a_killed_rank_is_named() -> None:
 @pytest.mark.parametrize(
     ("when", "where"),
     [
-        (["Killed", "1"], "rank 1 .*in training batch 2 of epoch 0, micro-batch"),
+        (["Killed", "1"], "rank 1 .*in training batch 2 of epoch 0, before its first micro-b"),
         (["connecting"], "rank 0 .*waits for the other ranks of a process group to connect"),
     ],
 )
@@ -93,7 +93,7 @@ def test_callbacks_save_after_a_sigterm_at_one_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", [jobs.Leaves, jobs.LeavesWell])
 def test_a_rank_that_leaves_without_a_report_is_named(module: type[jobs.Leaves]) -> None:
     with fails(
-        rf"rank 1 \(stage 1 of replica 0\).* (exit code {module.code} |Or it left).*os\._exit",
+        rf"rank 1 \(stage 0 of replica 0\).* (exit code {module.code} |Or it left).*os\._exit",
         "in training batch 2 of epoch 0",
     ):
         jobs.train(module())
@@ -108,11 +108,11 @@ def test_a_killed_proxy_is_named() -> None:
 def test_a_stopped_rank_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         with fails(
-            r"rank 0 \(stage 0 of replica 0\) on host \S+ has waited for [6-9] s",
+            r"rank 0 \(stage 1 of replica 0\) on host \S+ has waited for [6-9] s",
             r"timeout=6 s",
             "No answer from rank 1 on host.* stopped",
-            r"rank 0 .*waits for the gradient of micro-batch \d from rank 1",
-            r"rank 1 .*in training batch 2 of epoch 0, micro-batch",
+            r"rank 0 .*waits for the activation of micro-batch 0 from rank 1",
+            r"rank 1 .*in training batch 2 of epoch 0, before its first micro-batch",
         ):
             jobs.train(jobs.Stopped(tmp_path), timeout=timedelta(seconds=6))
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,10 +134,10 @@ def on_two_ranks(folder: Path) -> tuple[Results, list[int]]:
 
     sent, encode = [], message.encode
 
-    def counted(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
-        header, block = encode(tree, device)
-        sent.append(block.numel())
-        return header, block
+    def counted(tree: Any, device: torch.device) -> tuple[bytes, Tensor, Sequence[Tensor]]:
+        encoded = encode(tree, device)
+        sent.append(encoded[1].numel())
+        return encoded
 
     message.encode = counted
     results = {"whole": train("vgg", 2, CUT, folder)}

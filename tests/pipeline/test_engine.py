@@ -1,9 +1,11 @@
-"""Gradients through the pipeline are those of one process, to the bit."""
+"""Gradients through the pipeline are those of one process."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,17 +15,18 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
-from lightning_axosparse.pipeline.engine import Order, Pipeline
-from lightning_axosparse.pipeline.loss.outputs import merge
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.microbatch import BatchFingerprint, split
-from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.engine import KeepingStep, Order, Pipeline
+from lightning_axosparse.pipeline.joining import Axis, Layouts, learn
+from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
+from lightning_axosparse.pipeline.loss.separable import SampleTracker
+from lightning_axosparse.pipeline.microbatch import BatchFingerprint, MicroBatch, split
+from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch
+from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch, TrainingStageStep
 
 
 def pipeline(
@@ -33,25 +36,40 @@ def pipeline(
     in_flight: int = 4,
     checkpointing: ActivationCheckpointing | None = None,
     module: nn.Module | None = None,
+    outer_parameters: Callable[[], list[nn.Parameter]] = list,
 ) -> tuple[Pipeline, PipelinedLayers]:
     parts = balance([1] * len(layers), stages)
     names = [f"layers.{i}" for i in range(len(layers))]
     dealt = PipelinedLayers(names, list(layers), parts, checkpointing, module)
-    split = SplitLayers(layers)
+    deferring = SplitLayers(layers)
     if SCHEDULES[schedule].defers_weight_gradients:
-        split.install()
+        deferring.install()
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
-    randomness = PipelineRNG(0, stages, torch.device("cpu"))
-    limit, tracker = InFlightLimit(in_flight), ReductionTracker()
-    choice = ScheduleChoice([schedule], lambda own: [own])
-    shared = limit, randomness, tracker, split, lambda value: [value], Order()
+    randomness = PipelineRNG(0, torch.device("cpu"))
+    limit, choice = InFlightLimit(in_flight), ScheduleChoice([schedule], lambda own: [own])
+    shared = limit, randomness, deferring, lambda value: [value], Order(), outer_parameters
     return Pipeline(dealt, links, choice, *shared), dealt
 
 
-def no_log(size: int, weight: float | None) -> Any:
-    """Records nothing."""
-    return nullcontext()
+class NoEffects:
+    """Steps do nothing but compute."""
+
+    modes = ()
+
+    def discarded(self) -> Any:
+        return nullcontext()
+
+    read = counted = discarded
+
+    def of_part(self, note_of: Any) -> Any:
+        return nullcontext()
+
+    def combined(self, sizes: Any) -> Any:
+        return []
+
+    def part_has_others(self, output: Any) -> bool:
+        return False
 
 
 class Plainly:
@@ -73,45 +91,119 @@ def running_stage(dealt: PipelinedLayers) -> int:
     return dealt._running.visit.stage
 
 
-def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
+def given(step: Any, batch: Any, microbatches: int) -> Batch:
     parts = split(batch, microbatches)
-    return TrainingBatch(
+    return Batch(
         step=step,
+        whole=MicroBatch(batch, sum(part.size for part in parts)),
         microbatches=parts,
         fingerprint=BatchFingerprint(),
-        log=no_log,
-        weights=LossWeights(sizes := [part.size for part in parts], sum(sizes)),
-        backward=Plainly(),
+        effects=NoEffects(),
     )
 
 
-def train(
-    pipe: Pipeline, step: Any, batch: Any, microbatches: int, crossing: Crossing | None = None
-) -> Tensor:
-    given = replace(training(step, batch, microbatches), crossing=crossing)
-    last = pipe.train(given)
+def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
+    return TrainingBatch(**vars(given(step, batch, microbatches)), backward=Plainly())
+
+
+def by_parts(**more: Any) -> Any:
+    """What makes the last stage's step where losses are differentiated by parts."""
+    settings = {"keeps": False, "known": None, "may_guess": False, **more}
+    return partial(PartedStageStep, tracker=SampleTracker(), log=NoEffects(), **settings)
+
+
+def run(pipe: Pipeline, batch: TrainingBatch, parted: Any = None) -> TrainingStageStep:
+    """Train on a batch; return the last stage's step."""
+    with pipe._rng.batch():
+        last, is_void = pipe.train(batch, parted)
     assert last is not None
-    return merge(last.outputs, given.microbatches)
+    assert is_void == last.is_void
+    return last
+
+
+class Known(NamedTuple):
+    """What is known of a step: what crosses the edges of stages, and how it lies."""
+
+    crossing: Crossing | None = None
+    layouts: Layouts = Layouts()
+
+
+NOTHING_KNOWN = Known()
+
+
+def train(
+    pipe: Pipeline,
+    step: Any,
+    batch: Any,
+    microbatches: int,
+    known: Known = NOTHING_KNOWN,
+    parted: bool = False,
+) -> Tensor:
+    """Train on a batch; return its loss."""
+    if parted:
+        known = Known(known.crossing, Layouts({("output", 0): Axis(0), **known.layouts.known}))
+    elif not pipe.is_divided:
+        microbatches = 1
+    given = replace(training(step, batch, microbatches), **known._asdict())
+    last = run(pipe, given, by_parts() if parted else None)
+    assert not last.is_void
+    if isinstance(last, PartedStageStep):
+        return last.loss
+    assert isinstance(last.output, Tensor)
+    return last.output.detach()
 
 
 def evaluate(
-    pipe: Pipeline, step: Any, batch: Any, microbatches: int, crossing: Crossing | None = None
-) -> list[Any]:
-    last = pipe.evaluate(replace(evaluation(step, batch, microbatches), crossing=crossing))
-    assert last is not None
-    return last.outputs
+    pipe: Pipeline, step: Any, batch: Any, microbatches: int, known: Known = NOTHING_KNOWN
+) -> Any:
+    """What the step returns for the batch."""
+    with pipe._rng.batch():
+        return pipe.evaluate(replace(given(step, batch, microbatches), **known._asdict()))
 
 
-def evaluation(step: Any, batch: Any, microbatches: int) -> Batch:
-    parts = split(batch, microbatches)
-    return Batch(step=step, microbatches=parts, fingerprint=BatchFingerprint(), log=no_log)
-
-
-def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Crossing:
-    """What a run of the first micro-batch shows of what crosses the edges of stages."""
-    crossing = pipe.probe(evaluation(step, batch, microbatches))
+def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Known:
+    """What runs of the step show of it."""
+    parts = given(step, batch, microbatches)
+    with pipe._rng.batch():
+        crossing = message.learned(pipe.probe(parts))
     assert crossing is not None
-    return crossing
+    if microbatches == 1:
+        return Known(crossing)
+    parts = replace(parts, crossing=crossing)
+    with pipe._rng.batch(), torch.no_grad():
+        whole, several = (
+            pipe.forward(replace(parts, microbatches=each), KeepingStep)[pipe._stages - 1]
+            for each in ([parts.whole], parts.microbatches)
+        )
+    found, differences = learn(
+        whole.activations[0], several.activations, parts.sizes, largest_difference
+    )
+    assert all(by < 1e-5 for _, by in differences)
+    return Known(crossing, Layouts(dict(found)))
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+
+
+def differentiate(
+    net: Callable[[Any], Tensor], loss: Callable[[Tensor], Tensor], batch: Any, microbatches: int
+) -> Tensor:
+    """Layers see micro-batches and the loss the batch, without a pipeline."""
+    outputs = [net(part.batch) for part in split(batch, microbatches)]
+    joined = torch.cat([output.detach() for output in outputs]).requires_grad_()
+    value = loss(joined)
+    value.backward()
+    assert joined.grad is not None
+    gradients = joined.grad.split([len(output) for output in outputs])
+    for output, gradient in zip(outputs, gradients, strict=True):
+        output.backward(gradient)
+    return value.detach()
+
+
+def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine.grad, other.grad)
 
 
 class Tuples(nn.Module):
@@ -129,60 +221,80 @@ class Tuples(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8), (4, 2), (3, 1), (5, 5)])
-def test_gradients_are_bit_identical(schedule: str, stages: int, microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "parted"),
+    [
+        *((2, 4, False), (4, 8, False), (4, 2, False), (3, 1, False), (5, 5, False)),
+        *((1, 4, True), (2, 4, True), (4, 8, True), (4, 2, True), (5, 5, True)),
+    ],
+)
+def test_gradients_are_bit_identical(
+    schedule: str, stages: int, microbatches: int, parted: bool
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(5)))
+    # Rows of 64 bytes: the bits of a product depend on how samples are aligned.
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(5)))
     reference = copy.deepcopy(model)
-    batch = torch.randn(11, 6), torch.randn(11, 6)
-
-    expected = torch.tensor(0.0)
-    for part in split(batch, microbatches):
-        x, y = part.batch
-        loss = nn.functional.mse_loss(reference(x), y) * part.weight
-        loss.backward()
-        expected = expected + loss.detach()
-
+    batch = x, y = torch.randn(11, 16), torch.randn(11, 16)
+    if parted:
+        expected = torch.tensor(0.0)
+        for part in split(batch, microbatches):
+            loss = nn.functional.mse_loss(reference(part.batch[0]), part.batch[1])
+            (loss * (part.size / 11)).backward()
+            expected += loss.detach() * (part.size / 11)
+    else:
+        mse = partial(nn.functional.mse_loss, target=y)
+        expected = differentiate(reference, mse, x, microbatches)
     pipe, dealt = pipeline(model, stages, schedule)
-    loss = train(pipe, lambda b: nn.functional.mse_loss(model(b[0]), b[1]), batch, microbatches)
+    step = lambda b: nn.functional.mse_loss(model(b[0]), b[1])  # noqa: E731
+    loss = train(pipe, step, batch, microbatches, parted=parted)
     dealt.uninstall()
     assert loss == pytest.approx(expected.item(), abs=1e-7)
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_parameters_before_and_behind_the_layers_get_gradients_of_the_batch(stages: int) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+            self.before, self.behind = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.before(x)
+            return self.behind(self.layers(x - x.mean(0)))
+
+    torch.manual_seed(1)
+    net, batch = Net().double(), torch.randn(8, 6).double()
+    reference = copy.deepcopy(net)
+    reference(batch).pow(3).mean().backward()
+    outer = [*net.before.parameters(), *net.behind.parameters()]
+    pipe, dealt = pipeline(net.layers, stages, module=net, outer_parameters=lambda: outer)
+    train(pipe, lambda b: net(b).pow(3).mean(), batch, 4)
+    dealt.uninstall()
+    for ours, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    assert torch.equal(net.behind.running_mean, reference.behind.running_mean)
 
 
 def test_any_pytree_crosses_the_edge_of_a_stage() -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(*(Tuples() for _ in range(4)))
+    model = nn.Sequential(*(Tuples() for _ in range(4))).double()
     reference = copy.deepcopy(model)
-    x, mask = torch.randn(6, 6), torch.rand(6, 6) > 0.3
+    batch = torch.randn(6, 6).double(), torch.rand(6, 6) > 0.3
 
     def step(net: nn.Module, batch: Any) -> Tensor:
         x, mask = batch
         y, _, _, extra = net((x, mask, None, {"sum": torch.zeros(x.shape[0])}))
         return y.pow(2).mean() + extra["sum"].mean()
 
-    for part in split((x, mask), 3):
-        (step(reference, part.batch) * part.weight).backward()
+    step(reference, batch).backward()
     pipe, dealt = pipeline(model, 4)
-    train(pipe, lambda b: step(model, b), (x, mask), 3)
+    train(pipe, lambda b: step(model, b), batch, 3)
     dealt.uninstall()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-class Stack(nn.Module):
-    """A ModuleList whose forward passes a mask, as Hugging Face models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-        self.norm = nn.LayerNorm(6)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x)) * mask
-        return self.norm(x)
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
 
 
 class Residual(nn.Module):
@@ -195,15 +307,21 @@ class Residual(nn.Module):
 
 
 class ResidualStack(nn.Module):
+    """A ModuleList whose forward passes a mask, as Hugging Face models do."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Residual() for _ in range(4))
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, mask=mask)
-        return self.norm(x)
+        return self.norm(chain(self, x, mask))
+
+
+def chain(net: ResidualStack, x: Tensor, mask: Tensor) -> Tensor:
+    for layer in net.layers:
+        x = layer(x, mask=mask)
+    return x
 
 
 def test_a_module_list_with_a_mask() -> None:
@@ -211,13 +329,12 @@ def test_a_module_list_with_a_mask() -> None:
     model = ResidualStack()
     reference = copy.deepcopy(model)
     batch = torch.randn(8, 6), torch.rand(8, 1)
-    for part in split(batch, 4):
-        (reference(*part.batch).pow(3).mean() * part.weight).backward()
+    net = lambda b: chain(reference, *b)  # noqa: E731
+    differentiate(net, lambda out: reference.norm(out).pow(3).mean(), batch, 4)
     pipe, dealt = pipeline(model.layers, 3)
     train(pipe, lambda b: model(*b).pow(3).mean(), batch, 4)
     dealt.uninstall()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +354,22 @@ def test_calls_that_a_pipeline_cannot_follow_are_refused(forward: Any, words: st
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_evaluation_may_call_no_layer_for_some_micro_batches(stages: int) -> None:
+def test_evaluation_may_call_no_layer(stages: int) -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    pipe, dealt = pipeline(model, stages)
+    assert evaluate(pipe, lambda x: "nothing", torch.ones(4, 6), 4) == "nothing"
+    dealt.uninstall()
+
+
+def test_layers_that_some_micro_batches_do_not_call_are_refused_in_evaluation() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     batch = torch.arange(4.0).expand(6, 4).t().contiguous()
-    pipe, dealt = pipeline(model, stages)
-    outputs = evaluate(pipe, lambda x: model(x) if x[0, 0] > 1 else None, batch, 4)
-    dealt.uninstall()
-    assert outputs[:2] == [None, None]
-    torch.testing.assert_close(torch.cat(outputs[2:]), model(batch[2:]).detach())
+    for calls, number in ((lambda x: x[0, 0] > 1, 2), (lambda x: x[0, 0] < 2, 2)):
+        pipe, dealt = pipeline(model, 2)
+        words = f"'layers.3' gives other values for micro-batch {number}"
+        with pytest.raises(MisconfigurationException, match=words):
+            evaluate(pipe, lambda x, calls=calls: model(x) if calls(x) else None, batch, 4)
+        dealt.uninstall()
 
 
 def test_an_evaluation_in_which_stages_differ_is_refused() -> None:
@@ -279,14 +404,22 @@ def test_the_in_flight_limit_bounds_what_stages_hold() -> None:
         ("gpipe", {0: 8, 1: 8, 2: 8, 3: 8}),
     ):
         pipe, dealt = pipeline(model, 4, schedule, in_flight=8)
-        train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8)
+        train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8, parted=True)
         dealt.uninstall()
         assert pipe.peak_in_flight == expected
     for limit in (1, 2, 5):
         pipe, dealt = pipeline(model, 4, in_flight=limit)
-        train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8)
+        train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8, parted=True)
         dealt.uninstall()
         assert max(pipe.peak_in_flight.values()) == limit
+
+
+def test_all_micro_batches_are_in_flight_where_the_loss_is_differentiated_once() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    pipe, dealt = pipeline(model, 4, in_flight=2)
+    train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8)
+    dealt.uninstall()
+    assert set(pipe.peak_in_flight.values()) == {8}
 
 
 class RecordingDropout(nn.Module):
@@ -299,30 +432,47 @@ class RecordingDropout(nn.Module):
         return x * self.masks[-1]
 
 
-def test_randomness_agrees_outside_the_layers_and_differs_inside() -> None:
-    outside: list[Tensor] = []
+def test_randomness_is_that_of_one_process_outside_the_layers_and_differs_inside() -> None:
+    outside: dict[int, list[Tensor]] = {}
 
-    def run() -> list[Tensor]:
+    def masks() -> list[Tensor]:
         model = nn.Sequential(*(RecordingDropout() for _ in range(4)))
         outside.clear()
+        pipe, dealt = pipeline(model, 4)
 
         def step(batch: Tensor) -> Tensor:
-            outside.append(torch.rand(4))
-            return model(torch.ones(64, requires_grad=True)).sum()
+            outside.setdefault(running_stage(dealt), []).append(torch.rand(len(batch), 3))
+            return model(torch.ones(64, requires_grad=True).expand(len(batch), 64)).sum()
 
-        pipe, _ = pipeline(model, 4)
-        train(pipe, step, torch.zeros(2, 1), 2)
-        return [mask for layer in model for mask in layer.masks]
+        numbers = dict.fromkeys(range(5), SampledNumbers(4))
+        torch.manual_seed(0)
+        run(pipe, replace(training(step, torch.zeros(4, 1), 2), numbers=numbers))
+        # The end of the step gives lists of layers what they would have on one process.
+        return [mask for layer in model for mask in layer.masks if len(mask) == 2]
 
-    state = torch.get_rng_state()
-    masks = run()
-    assert torch.equal(torch.get_rng_state(), state), "the global generator was moved"
-    first = [value.clone() for value in outside]
-    assert len(outside) == 8
-    assert len({tuple(v.tolist()) for v in outside}) == 2, "one draw a micro-batch, on all stages"
-    assert len({tuple(m.tolist()) for m in masks}) == 8, "one mask a layer and micro-batch"
-    assert all(torch.equal(a, b) for a, b in zip(run(), masks, strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(first, outside, strict=True))
+    first = masks()
+    after = torch.get_rng_state()
+    drawn = {stage: [value.clone() for value in values] for stage, values in outside.items()}
+    torch.manual_seed(0)
+    expected = torch.rand(4, 3)
+    for stage in range(4):
+        *_, one, two = drawn[stage]
+        assert torch.equal(torch.cat([one, two]), expected)
+    assert torch.equal(torch.cat(drawn[4]), expected)
+    assert len({tuple(m.flatten().tolist()) for m in first}) == 8, "one a layer and micro-batch"
+    assert all(torch.equal(a, b) for a, b in zip(masks(), first, strict=True))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_batch_whose_end_draws_for_the_first_time_runs_again() -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    pipe, dealt = pipeline(model, 2)
+    step = lambda x: model(x).mean() * torch.rand(())  # noqa: E731
+    first = run(pipe, training(lambda x: model(x * torch.rand(())).mean(), torch.ones(4, 6), 2))
+    assert (first.is_void, first.again) == (True, "draws")
+    last = run(pipe, training(step, torch.ones(4, 6), 2))
+    assert not last.is_void, "nothing is drawn before the layers"
+    dealt.uninstall()
 
 
 @pytest.mark.parametrize("schedule", ["deferred", "zb-h1"])
@@ -332,7 +482,7 @@ def test_micro_batches_that_wait_for_weight_gradients_are_in_flight(
 ) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     pipe, dealt = pipeline(model, 4, schedule, in_flight=limit)
-    train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8)
+    train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8, parted=True)
     dealt.uninstall()
     assert max(pipe.peak_in_flight.values()) == min(limit, 8 if schedule == "deferred" else 4)
 
@@ -358,9 +508,10 @@ def test_deferred_gradients_are_final_when_they_are_said_to_be(schedule: str, st
     torch.manual_seed(3)
     model = nn.Sequential(*(nn.Sequential(nn.GELU(), nn.Linear(6, 6)) for _ in range(4)))
     pipe, dealt = pipeline(model, stages, schedule, in_flight=6)
-    finals = Finals()
-    batch = training(lambda b: model(b * b.requires_grad_()).pow(2).mean(), torch.randn(8, 6), 8)
-    pipe.train(replace(batch, backward=finals))
+    finals, microbatches = Finals(), 8 if stages > 1 else 1
+    step = lambda b: model(b.requires_grad_()).pow(2).mean()  # noqa: E731
+    batch = training(step, torch.randn(8, 6), microbatches)
+    run(pipe, replace(batch, backward=finals))
     dealt.uninstall()
     assert finals.deferred == set(model.parameters())
     assert finals.final.keys() == finals.deferred
@@ -374,14 +525,12 @@ def test_recomputed_layers_leave_no_weight_gradient(every: int) -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(4)))
     reference = copy.deepcopy(model)
     batch = torch.randn(8, 6)
-    for part in split(batch, 4):
-        (reference(part.batch).pow(2).mean() * part.weight).backward()
+    differentiate(reference, lambda out: out.pow(2).mean(), batch, 4)
     checkpointing = ActivationCheckpointing(every, torch.device("cpu"))
     pipe, dealt = pipeline(model, 2, "deferred", checkpointing=checkpointing)
     train(pipe, lambda b: model(b).pow(2).mean(), batch, 4)
     dealt.uninstall()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    assert_same_gradients(model, reference)
 
 
 def test_layers_that_are_split_themselves_get_their_forward_back() -> None:

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
 import numpy as np
@@ -16,18 +15,14 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.pipeline.batch_layout import BatchLayout
-from lightning_axosparse.pipeline.loss.outputs import merge
 from lightning_axosparse.pipeline.microbatch import (
     BatchFingerprint,
-    MicroBatch,
+    counted,
     even_parts,
     fewest_samples,
     fingerprint,
-    of_replica,
     samples,
     split,
-    weigh,
-    weigh_by,
 )
 from tests.parity.cases import trainer
 
@@ -44,15 +39,14 @@ class Sample:
 
 
 @given(size=st.integers(1, 23), wanted=st.integers(1, 30))
-def test_parts_are_nearly_equal_in_order_and_weigh_one(size: int, wanted: int) -> None:
+def test_parts_are_nearly_equal_and_in_order(size: int, wanted: int) -> None:
     batch = (torch.arange(size), {"y": torch.arange(size * 2).view(size, 2)})
     parts = split(batch, wanted)
     assert len(parts) == min(size, wanted)
     assert max(p.size for p in parts) - min(p.size for p in parts) <= 1
-    assert sum(p.weight for p in parts) == pytest.approx(1)
+    assert [p.begin for p in parts] == [sum(q.size for q in parts[:n]) for n in range(len(parts))]
     assert torch.equal(torch.cat([p.batch[0] for p in parts]), batch[0])
     assert torch.equal(torch.cat([p.batch[1]["y"] for p in parts]), batch[1]["y"])
-    assert torch.equal(merge([p.batch for p in parts], parts)[0], batch[0])
 
 
 def test_named_tuples_dataclasses_strings_and_scalars() -> None:
@@ -83,18 +77,18 @@ def test_a_batch_without_tensors_is_one_microbatch() -> None:
     assert [part.batch for part in split([1, 2], 4)] == [[1, 2]]
 
 
-def test_parts_of_a_user_are_weighed_by_their_samples() -> None:
-    parts = weigh([torch.zeros(3), torch.zeros(1)])
-    assert [(part.size, part.weight) for part in parts] == [(3, 0.75), (1, 0.25)]
+def test_samples_of_a_users_parts_are_counted() -> None:
+    parts = counted([torch.zeros(3), torch.zeros(1)])
+    assert [(part.size, part.begin, part.number) for part in parts] == [(3, 0, 0), (1, 3, 1)]
 
 
-def test_parts_of_a_user_are_weighed_along_the_dimension_that_they_divide() -> None:
+def test_samples_of_a_users_parts_are_counted_along_the_dimension_that_they_divide() -> None:
     sound, labels = torch.zeros(7, 4, 2), torch.zeros(4)
     batch = [sound, labels]
     parts = list(zip(sound.split([3, 1], 1), labels.split([3, 1]), strict=True))
-    assert [part.size for part in weigh(parts, batch)] == [3, 1]
+    assert [part.size for part in counted(parts, batch)] == [3, 1]
     images = [torch.zeros(3, 5)] * 5
-    assert [part.size for part in weigh([images[:2], images[2:]], images)] == [2, 3]
+    assert [part.size for part in counted([images[:2], images[2:]], images)] == [2, 3]
 
 
 def test_a_layout_says_along_which_dimension() -> None:
@@ -108,63 +102,19 @@ def test_a_layout_says_along_which_dimension() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "wanted", "replicas_per_batch", "parts"),
-    [(10, 4, 1, 5), (7, 4, 1, 7), (8, 4, 1, 4), (997, 8, 1, 1), (9, 4, 2, 3), (12, 4, 3, 3)],
+    ("samples", "wanted", "fewest", "parts"),
+    [(10, 4, 1, 5), (7, 4, 1, 7), (8, 4, 1, 4), (997, 8, 1, 1), (9, 4, 2, 3), (12, 12, 3, 4)],
 )
-def test_even_parts(samples: int, wanted: int, replicas_per_batch: int, parts: int) -> None:
-    assert even_parts(samples, wanted, replicas_per_batch) == parts
+def test_even_parts(samples: int, wanted: int, fewest: int, parts: int) -> None:
+    assert even_parts(samples, wanted, fewest) == parts
 
 
 @given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 4))
-def test_even_parts_divide_the_batch(samples: int, wanted: int, replicas_per_batch: int) -> None:
-    parts = even_parts(samples, wanted, replicas_per_batch)
+def test_even_parts_divide_the_batch(samples: int, wanted: int, fewest: int) -> None:
+    parts = even_parts(samples, wanted, fewest)
     assert samples % parts == 0
-    assert samples % replicas_per_batch or parts % replicas_per_batch == 0
-    assert samples % wanted or wanted % replicas_per_batch or parts == wanted
-
-
-@given(st.integers(0, 9), st.integers(1, 5))
-def test_replicas_divide_the_micro_batches_evenly(count: int, shares: int) -> None:
-    parts = [MicroBatch(None, 1, 1 / 9, number) for number in range(count)]
-    each = [of_replica(parts, index, shares) for index in range(shares)]
-    assert [part.number for own in each for part in own] == list(range(count))
-    assert max(map(len, each)) - min(map(len, each)) <= 1
-
-
-PARTS = [MicroBatch(None, 3, 0.75), MicroBatch(None, 1, 0.25, 1)]
-LABELS = torch.tensor([[1, -100], [0, 3]])
-
-
-@pytest.mark.parametrize(
-    ("rule", "batches", "expected"),
-    [
-        ("y", [{"y": LABELS}, {"y": LABELS[:1]}], [0.75, 0.25]),
-        ("y", [{"y": LABELS > 0}, {"y": LABELS == 3}], [2 / 3, 1 / 3]),
-        ("y", [{"y": torch.tensor([0.5])}, {"y": torch.tensor([1.5])}], [0.25, 0.75]),
-        ("y", [SimpleNamespace(y=LABELS), SimpleNamespace(y=LABELS)], [0.5, 0.5]),
-        ("y", [{"y": LABELS[:0]}, {"y": LABELS[:0]}], [0.75, 0.25]),
-        (lambda batch: (batch >= 0).sum(), [LABELS, LABELS[:1]], [0.75, 0.25]),
-    ],
-)
-def test_rules_of_users(rule: Any, batches: list[Any], expected: list[float]) -> None:
-    given = [part._replace(batch=b) for part, b in zip(PARTS, batches, strict=True)]
-    assert [part.weight for part in weigh_by(rule, given)] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("labels", r"names no entry of the batch \(\['y'\]\)"),
-        (lambda batch: -1, "gave -1"),
-        (lambda batch: None, "gave None"),
-        (lambda batch: float("nan"), "gave nan"),
-        (lambda batch: torch.ones(2), "gave tensor"),
-    ],
-)
-def test_rules_that_give_no_weight_are_refused(rule: Any, words: str) -> None:
-    given = [part._replace(batch={"y": LABELS}) for part in PARTS]
-    with pytest.raises(MisconfigurationException, match=words):
-        weigh_by(rule, given)
+    assert samples // parts >= fewest or parts == 1
+    assert samples % wanted or samples // wanted < fewest or parts == wanted
 
 
 @given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=6), st.integers(0, 5))
@@ -216,14 +166,32 @@ def test_another_batch_is_refused_by_stage_and_place() -> None:
 WIDTH = 4
 
 
-class Normed(L.LightningModule):
-    """Notes how many samples its last stage sees at once."""
+class Seeing(nn.Linear):
+    """Notes how many samples it is given at once, batch by batch."""
 
+    seen: ClassVar[dict[tuple[str, int], list[int]]] = {}
+    now: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.now.append(len(x))
+        return super().forward(x)
+
+    @classmethod
+    def begin(cls, loop: str, batch_idx: int) -> None:
+        cls.now = cls.seen[loop, batch_idx] = []
+
+
+class Normed(L.LightningModule):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm)
+        self.layers = nn.Sequential(Seeing(WIDTH, WIDTH), norm)
         self.trained: list[int] = []
-        self.validated: list[int] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Seeing.begin("train", batch_idx)
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int) -> None:
+        Seeing.begin("validate", batch_idx)
 
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.layers(x).square().mean()
@@ -232,40 +200,38 @@ class Normed(L.LightningModule):
 
     def validation_step(self, x: Tensor, batch_idx: int) -> None:
         self.layers(x)
-        self.validated.append(len(x))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def fit(
-    samples: int,
-    batch: int,
-    microbatches: int | None = None,
-    check_first_batch: bool = False,
-    **norm: Any,
-) -> Normed:
+def fit(samples: int, batch: int, microbatches: int | None = None, **norm: Any) -> Normed:
+    Seeing.seen.clear()
     module = Normed(nn.BatchNorm1d(WIDTH, **norm))
     data = DataLoader(torch.rand(samples, WIDTH), batch)
-    strategy = AxoSparseStrategy(
-        2, microbatches, transport="loopback", check_first_batch=check_first_batch
-    )
+    strategy = AxoSparseStrategy(2, microbatches, transport="loopback")
     trainer(strategy, max_epochs=1, num_sanity_val_steps=0).fit(module, data, data)
     return module
 
 
+# Batches 3 and 5 are not compared with their micro-batches, so that layers see these alone.
+
+
 def test_by_default_each_micro_batch_has_two_samples() -> None:
-    module = fit(samples=17, batch=6)  # 6, 6 and 5
-    assert module.trained == [2, 2, 2] * 2 + [2, 3]
-    assert module.validated == [2, 2, 2] * 2 + [5]
+    fit(samples=29, batch=6)  # 6, 6, 6, 6 and 5
+    for loop in ("train", "validate"):
+        assert Seeing.seen[loop, 2] == [2, 2, 2]
+    assert Seeing.seen["train", 4] == [2, 3]
+    assert Seeing.seen["validate", 4] == [5]
 
 
 def test_norms_without_running_statistics_are_validated_so_too() -> None:
-    assert fit(samples=8, batch=8, track_running_stats=False).validated == [2] * 4
+    fit(samples=24, batch=8, track_running_stats=False)
+    assert Seeing.seen["validate", 2] == [2] * 4
 
 
 def test_norms_without_running_statistics_are_no_error_of_the_first_batch() -> None:
-    module = fit(samples=8, batch=8, check_first_batch=True, track_running_stats=False)
+    module = fit(samples=8, batch=8, track_running_stats=False)
     assert module.layers[1].running_mean is None
     assert module.trained == [8], "what the step appends is that of the batch"
 

@@ -234,9 +234,10 @@ def fit_by_time(ranks: int) -> tuple[list[str], list[str]]:
 
 
 def test_layers_are_partitioned_by_the_time_that_the_first_rank_measures() -> None:
-    (logged, first), (logged_on_second, second) = run_ranks(2, fit_by_time, 2)
+    # The first rank has the last stage.
+    (logged, last), (logged_on_second, first) = run_ranks(2, fit_by_time, 2)
     assert first == ["layers.0"]
-    assert second == ["layers.1", "layers.2", "layers.3", "layers.4"]
+    assert last == ["layers.1", "layers.2", "layers.3", "layers.4"]
     assert logged == [
         "Layers 'layers.0' to 'layers.4' partitioned into 2 stages: 1 + 4. The largest stage has "
         "1.00 times the mean stage's time."
@@ -281,7 +282,8 @@ def test_the_batches_after_the_first_are_compared_once(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(profile, "rank_zero_info", told.append)
-    monkeypatch.setattr(profile, "all_gather", lambda own, group: [own, other])
+    # Of two ranks, the first of which has the last stage; this is the second one.
+    monkeypatch.setattr(profile, "all_gather", lambda own, group: [other, own])
     group: Any = object()
     times = StageTimes(group)
     for batch in range(9):

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import pickle
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
+from lightning_axosparse.support.torch_internals import paused
 
 CPU = torch.device("cpu")
 
@@ -14,33 +21,38 @@ def draw() -> tuple[float, float, float]:
     return torch.rand(()).item(), np.random.rand(), random.random()
 
 
+def pipeline_rng(part: int | None = None) -> PipelineRNG:
+    rng = PipelineRNG(7, CPU, part)
+    rng.uses_numpy = True
+    return rng
+
+
 def numbers(rng: PipelineRNG, microbatch: int, stage: int) -> list[tuple[float, float, float]]:
     """What a micro-batch draws on a stage, outside and then inside the layers."""
-    rng.seed_outside_layers(microbatch)
+    rng.begin_run()
     outside = draw()
-    rng.seed_inside_layers(microbatch, stage)
+    rng.seed_layers(microbatch, stage)
     return [outside, draw()]
 
 
-def test_numbers_agree_outside_the_layers_and_differ_inside() -> None:
-    stages = [PipelineRNG(7, 3, CPU) for _ in range(3)]
-    drawn = []
+def test_runs_of_a_batch_draw_alike_outside_the_layers_and_differ_inside() -> None:
+    stages, drawn = [pipeline_rng() for _ in range(3)], []
     for stage, rng in enumerate(stages):
         with rng.batch():
             drawn += [numbers(rng, microbatch, stage) for microbatch in range(2)]
-    outside = {first for first, _ in drawn}
-    inside = {second for _, second in drawn}
-    assert len(outside) == 2, "one for each micro-batch"
+    expected = draw()
+    outside, inside = ({each[place] for each in drawn} for place in range(2))
+    assert outside == {expected}, "what one process draws for the batch"
     assert len(inside) == 6, "one for each micro-batch and stage"
-    assert not outside & inside
+    assert expected not in inside
 
 
-def test_batches_differ_and_runs_repeat() -> None:
+def test_batches_differ_inside_the_layers_and_runs_repeat() -> None:
     def run() -> list[list[tuple[float, float, float]]]:
-        rng, drawn = PipelineRNG(7, 2, CPU), []
+        rng, drawn = pipeline_rng(), []
         for _ in range(2):
             with rng.batch():
-                drawn.append(numbers(rng, 0, 1))
+                drawn.append(numbers(rng, 0, 1)[1:])
         return drawn
 
     first, second = run()
@@ -48,37 +60,174 @@ def test_batches_differ_and_runs_repeat() -> None:
     assert run() == [first, second]
 
 
+def state() -> tuple[list[int], list[int], object]:
+    return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()
+
+
 def test_the_global_generators_are_restored() -> None:
-    rng = PipelineRNG(7, 2, CPU)
-    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    rng, before = pipeline_rng(), state()
     with rng.batch():
         numbers(rng, 0, 1)
-    assert torch.equal(torch.get_rng_state(), state[0])
-    assert random.getstate() == state[1]
-    assert np.random.get_state()[1].tolist() == state[2]
+        assert state() != before
+    assert state() == before
+
+
+def test_generators_are_left_as_the_run_that_counts_has_left_them_on_every_rank() -> None:
+    before = state()
+    torch.manual_seed(0)
+    last, other = pipeline_rng(), pipeline_rng()
+    with last.batch():
+        assert last.keep() is None, "nothing was drawn"
+        numbers(last, 0, 1)
+        last.begin_run(is_whole=True)
+        draw()
+        left, kept = state(), last.keep()
+        numbers(last, 0, 1)
+    assert state() == left != before
+    with other.batch():
+        numbers(other, 0, 0)
+        other.adopt(pickle.loads(pickle.dumps(kept)))
+    assert state() == left
+
+
+def test_numpys_generator_is_left_alone_unless_steps_draw_by_it() -> None:
+    rng = PipelineRNG(7, CPU)
+    with rng.batch():
+        runs = []
+        for is_whole in (False, False, True):
+            rng.begin_run(is_whole)
+            runs.append(draw())
+    (first, one, _), (_, two, _), (_, whole, _) = runs
+    assert {(each[0], each[2]) for each in runs} == {(first, runs[0][2])}
+    assert one == whole != two
+
+
+def test_it_is_seen_whether_a_run_draws_by_torch() -> None:
+    rng = pipeline_rng()
+    with rng.batch():
+        numbers(rng, 0, 0)
+        rng.begin_run()
+        random.random()
+        assert not rng.has_drawn()
+        torch.rand(())
+        assert rng.has_drawn()
+
+
+def test_replicas_with_the_same_loader_draw_different_numbers_and_leave_the_generators() -> None:
+    before, drawn = state(), set()
+    for part in range(3):
+        rng = pipeline_rng(part)
+        with rng.batch():
+            first = numbers(rng, 0, 0)[0]
+            assert numbers(rng, 1, 0)[0] == first, "micro-batches draw alike"
+            assert rng.keep() is None
+            drawn.add(first)
+        assert state() == before
+    assert len(drawn) == 3
 
 
 def test_one_stage_draws_as_without_a_pipeline() -> None:
-    rng = PipelineRNG(7, 1, CPU)
+    rng = pipeline_rng()
     torch.manual_seed(0)
-    expected = torch.rand(2)
+    expected, after = torch.rand(2), torch.get_rng_state()
     torch.manual_seed(0)
     with rng.batch():
-        rng.seed_outside_layers(0)
-        first = torch.rand(())
-        rng.seed_inside_layers(0, 0)
-    assert torch.equal(torch.stack([first, torch.rand(())]), expected)
+        numbers(rng, 0, 0)
+        rng.begin_run(is_whole=True)
+        drawn = torch.stack([torch.rand(()), torch.rand(())])  # outside the layers, and inside
+        rng.keep()
+    assert torch.equal(drawn, expected)
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_stages_draw_different_numbers_after_the_passes_of_a_batch() -> None:
     drawn = []
     for stage in range(2):
-        rng = PipelineRNG(7, 2, CPU)
+        rng = pipeline_rng()
         for _ in range(2):
             with rng.batch():
-                drawn += numbers(rng, 0, stage)
-            state = torch.get_rng_state()
+                drawn += numbers(rng, 0, stage)[1:]
+            before = torch.get_rng_state()
             with rng.after_passes(stage):
                 drawn.append(draw())
-            assert torch.equal(torch.get_rng_state(), state)
-    assert len(set(drawn)) == len(drawn) - 2, "only those outside the layers agree"
+            assert torch.equal(torch.get_rng_state(), before)
+    assert len(set(drawn)) == len(drawn) == 8
+
+
+SAMPLES, SIZES = 7, (3, 3, 1)
+OWN = torch.Generator()
+SAMPLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "noise": lambda x: torch.rand(len(x), 2),
+    "like the samples": lambda x: x + torch.randn_like(x),
+    "in place": lambda x: torch.empty(2, len(x)).normal_(),
+    "several rows a sample": lambda x: torch.randint(9, (3 * len(x),)),
+    "with probabilities": lambda x: torch.bernoulli(x),
+    "dropout": lambda x: functional.dropout(x, 0.5),
+    "two in a row": lambda x: torch.rand(len(x)) + torch.rand(len(x)),
+    "by a generator of one's own": lambda x: torch.rand(len(x), generator=OWN),
+    "of distributions": lambda x: torch.distributions.Normal(x, 1 + x).rsample(),
+}
+
+
+def parts_of(x: Tensor) -> list[tuple[int, Tensor]]:
+    ends = np.cumsum(SIZES)
+    return [(int(end) - len(part), part) for end, part in zip(ends, x.split(SIZES), strict=True)]
+
+
+def sampled(
+    step: Callable[[Tensor], Tensor], whole_first: bool
+) -> tuple[list[Tensor], Tensor, SampledNumbers]:
+    """What micro-batches draw, and what the whole batch does, before them or after them."""
+    x, numbers = torch.rand(SAMPLES, 4), SampledNumbers(SAMPLES)
+    before = torch.get_rng_state()
+
+    def run(first: int, part: Tensor) -> Tensor:
+        torch.set_rng_state(before)
+        with numbers.of(first, first + len(part)), numbers:
+            return step(part)
+
+    whole = run(0, x) if whole_first else torch.empty(0)
+    drawn = [run(first, part) for first, part in parts_of(x)]
+    return drawn, whole if whole_first else run(0, x), numbers
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_micro_batches_draw_the_numbers_of_their_samples(name: str, whole_first: bool) -> None:
+    drawn, whole, numbers = sampled(SAMPLED[name], whole_first)
+    assert numbers.problem is None
+    torch.testing.assert_close(torch.cat(drawn, int(name == "in place")), whole, rtol=0, atol=0)
+    assert len(whole.unique()) > 1
+
+
+@pytest.mark.parametrize("whole_first", [True, False])
+def test_numbers_without_samples_are_the_same_in_all_runs(whole_first: bool) -> None:
+    drawn, whole, numbers = sampled(lambda x: torch.rand(5), whole_first)
+    assert all(torch.equal(each, whole) for each in drawn)
+    assert (numbers.problem, numbers.dim) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "step", [lambda x: torch.randperm(len(x)), lambda x: torch.rand(len(x) ** 2)]
+)
+def test_numbers_that_belong_to_no_single_sample_are_a_problem(step: Any) -> None:
+    assert sampled(step, True)[2].problem is not None
+
+
+def test_layers_draw_from_states_of_their_own() -> None:
+    numbers, layer = SampledNumbers(4), nn.Dropout()
+    torch.manual_seed(0)
+    expected = torch.rand(2, 4)
+
+    def run(first: int, end: int, seed: int) -> Tensor:
+        torch.manual_seed(0)
+        with numbers.of(first, end), numbers:
+            one = torch.rand(end - first)
+            with paused([numbers]):
+                torch.manual_seed(seed)
+                layer(torch.ones(end - first, 9))
+            return torch.stack([one, torch.rand(end - first)])
+
+    whole = run(0, 4, 1)
+    assert torch.equal(whole, expected), "the layer has drawn none of them"
+    assert torch.equal(torch.cat([run(0, 2, 2), run(2, 4, 3)], 1), whole)

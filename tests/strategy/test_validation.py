@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
-from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.strategy.validation import (
@@ -24,7 +23,6 @@ from lightning_axosparse.strategy.validation import (
     validate_local_rank,
     validate_module,
     validate_optimizers,
-    validate_regrid_module,
     validate_world_size,
 )
 from lightning_axosparse.support.trace import clock
@@ -79,28 +77,6 @@ def test_what_defers_weight_gradients(options: dict[str, Any], defers: bool) -> 
     clock.totals.clear()
     fit_net(net_trainer(strategy, max_epochs=1), Net())
     assert (clock.totals["weight gradient"] > 0) == defers
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (nn.BatchNorm1d(3), "BatchNorm1d.*GroupNorm"),
-        (MeanMetric(dist_sync_on_step=True), "MeanMetric.*dist_sync_on_step"),
-    ],
-)
-def test_modules_whose_replicas_cannot_share_a_batch(part: nn.Module, message: str) -> None:
-    with pytest.raises(MisconfigurationException, match=message):
-        validate_regrid_module(nn.ModuleDict({"part": part}))
-    validate_regrid_module(
-        nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), MeanMetric())
-    )
-
-
-def test_a_module_that_cannot_regrid_raises_before_any_rank_starts() -> None:
-    module = Net()
-    module.norm = nn.BatchNorm1d(3)
-    with pytest.raises(MisconfigurationException, match="'norm'"):
-        fit_net(net_trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2), module)
 
 
 def test_manual_optimization() -> None:

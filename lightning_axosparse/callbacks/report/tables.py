@@ -123,7 +123,7 @@ def _regrid(facts: RunFacts) -> Section:
             ("stages", str(old.g_inter), str(new.g_inter)),
             ("replicas", str(old.g_data), str(new.g_data)),
             (
-                "replicas that share a batch",
+                "replicas that divide a batch",
                 str(old.replicas_per_batch),
                 str(new.replicas_per_batch),
             ),

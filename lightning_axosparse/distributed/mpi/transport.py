@@ -266,7 +266,7 @@ class Channel:
         self._progress.end_batch()
 
     def _awaited(self) -> str:
-        peer = this_rank().rank - self._comm.rank + self._peer
+        peer = this_rank().rank + self._comm.rank - self._peer  # The last stage is the first rank.
         return f"the last messages to and from rank {peer}"
 
     def _send_ready(self) -> None:
@@ -382,8 +382,8 @@ def connect_stages(
 ) -> tuple[Channel | None, Channel | None]:
     """Connect one stage of one pipeline to its previous and next stage; None where there is none.
 
-    The first call for a grid is collective over all ranks of the job, whose rank is
-    ``replica * stages + stage``. A channel posts ``window`` receives ahead.
+    The first call for a grid is collective over all ranks of the job. A channel posts ``window``
+    receives ahead.
     """
     comm, shares_memory, progress = connect(stages, replica, stage)
     channels = {

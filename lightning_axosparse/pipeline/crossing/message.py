@@ -5,15 +5,16 @@ code between layers has made of it, what forward hooks or attributes of a layer 
 is seen in one run of its first micro-batch in which everything crosses; from then on each stage
 sends what later stages have read, and nothing else.
 
-Between ranks a pytree of tensors is a header and a block of bytes. The header has the shapes, so
-they may change from one batch to the next.
+Whatever holds tensors crosses with their gradients: dataclasses, namespaces, sets, the user's own
+objects, too. Between ranks it is a header and a block of bytes. The header has shapes, so these may
+change from one batch to the next.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -22,7 +23,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_axosparse.support.torch_internals import is_dtensor, tree_leaves, tree_map_only
+from lightning_axosparse.support.object_trees import put_together, take_apart
+from lightning_axosparse.support.torch_internals import is_dtensor
 from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:  # It starts MPI, which the stages of one process do without.
@@ -35,7 +37,7 @@ class Place(NamedTuple):
     Attributes:
         layer: the layer that was called last.
         result: number of the result since then; 0 is the layer's output.
-        leaf: index among the leaves of the result.
+        leaf: index among the tensors in the result.
     """
 
     layer: int
@@ -51,7 +53,7 @@ class SidePlace(NamedTuple):
         module: path of the module in it.
         name: the attribute, or the registry of a hook.
         position: of the hook in its registry; -1 for an attribute.
-        leaf: index among the leaves of what is left; -1 for all of it.
+        leaf: index among the tensors in what is left; -1 for all of it.
     """
 
     layer: int
@@ -185,18 +187,25 @@ class Gradients(NamedTuple):
     """What a stage sends back for a micro-batch.
 
     Attributes:
-        tensors: the gradient of each leaf of the activation; None where there is none.
+        tensors: the gradient of each tensor of the activation; None where there is none.
         factor: with the last micro-batch, what the gradients of the whole batch are still to be
-            multiplied by (see ``loss.weights``).
+            multiplied by (see ``loss.weights``); None where the batch has to run again.
     """
 
-    tensors: list[Tensor | None]
-    factor: float
+    tensors: Sequence[Tensor | None]
+    factor: float | None
 
 
-def tensors(tree: Any) -> list[Tensor | None]:
-    """The leaves of a pytree, with None for those that are no tensors."""
-    return [leaf if isinstance(leaf, Tensor) else None for leaf in tree_leaves(tree)]
+class Message(NamedTuple):
+    """What has arrived, or was sent.
+
+    Attributes:
+        content: what was sent.
+        tensors: those in it, in order; of what has arrived the leaves of a new graph.
+    """
+
+    content: Any
+    tensors: Sequence[Tensor]
 
 
 _ALIGNMENT = 16  # bytes; a multiple of every element size, so that each tensor can be a view
@@ -213,16 +222,17 @@ class Link:
     """
 
     def __init__(self) -> None:
-        self.activations: deque[Any] = deque()
-        self.gradients: deque[Any] = deque()
+        self.activations: deque[Message] = deque()
+        self.gradients: deque[Message] = deque()
 
     def begin(self, activations: int, gradients: int) -> None:
         """Prepare to receive so many messages of each direction in this batch."""
 
-    def send_activation(self, tree: Any) -> None:
-        """Send to the next stage without waiting."""
+    def send_activation(self, activation: Activation) -> Sequence[Tensor]:
+        """Send to the next stage without waiting; return the tensors in the activation."""
+        raise NotImplementedError
 
-    def send_gradient(self, tree: Any) -> None:
+    def send_gradient(self, gradients: Gradients) -> None:
         """Send to the previous stage without waiting."""
 
     def poll(self) -> None:
@@ -248,15 +258,18 @@ class ChannelLink(Link):
         if self._following is not None:
             self._following.begin(gradients)
 
-    def send_activation(self, tree: Any) -> None:
+    def send_activation(self, activation: Activation) -> Sequence[Tensor]:
         """Send to the next stage."""
         assert self._following is not None
-        self._following.send(*encode(tree, self._device))
+        header, block, tensors = encode(activation, self._device)
+        self._following.send(header, block)
+        return tensors
 
-    def send_gradient(self, tree: Any) -> None:
+    def send_gradient(self, gradients: Gradients) -> None:
         """Send to the previous stage."""
         assert self._previous is not None
-        self._previous.send(*encode(tree, self._device))
+        header, block, _ = encode(gradients, self._device)
+        self._previous.send(header, block)
 
     def poll(self) -> None:
         """Decode what has arrived from both adjacent stages."""
@@ -295,20 +308,22 @@ class LoopbackLink(Link):
             left._next, right._previous = right, left
         return links
 
-    def send_activation(self, tree: Any) -> None:
-        """Pass the tree to the next stage."""
+    def send_activation(self, activation: Activation) -> Sequence[Tensor]:
+        """Pass it to the next stage."""
         assert self._next is not None
-        self._next.activations.append(relink(tree))
+        sent, message = relink(activation)
+        self._next.activations.append(message)
+        return sent
 
-    def send_gradient(self, tree: Any) -> None:
-        """Pass the tree to the previous stage."""
+    def send_gradient(self, gradients: Gradients) -> None:
+        """Pass them to the previous stage."""
         assert self._previous is not None
-        self._previous.gradients.append(relink(tree))
+        self._previous.gradients.append(relink(gradients)[1])
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Replaces a tensor in a header; its bytes begin at ``offset`` of the block."""
+class _Block:
+    """A tensor of a message; its bytes begin at ``offset`` of the block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -321,17 +336,22 @@ class _Place:
         return tensor.requires_grad_(self.requires_grad)
 
 
-def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
-    """Turn a pytree into a header and the bytes of its tensors (1-D uint8, on ``device``).
+def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor, Sequence[Tensor]]:
+    """Turn any object into a header and the bytes of its tensors (1-D uint8, on ``device``).
 
-    Leaves that are no tensors are pickled into the header. A single contiguous tensor on ``device``
-    is not copied: it must not change until the message has left.
+    A single contiguous tensor on ``device`` is not copied: it must not change until the message has
+    left.
+
+    Returns:
+        The header, the bytes, and the tensors in their order.
+
+    Raises:
+        CannotPickle: if the object cannot be sent.
     """
+    rest, tensors = take_apart(tree, Tensor)
     pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
-    end = 0
-
-    def place(tensor: Tensor) -> _Place:
-        nonlocal end
+    blocks, end = list[_Block](), 0
+    for tensor in tensors:
         if is_dtensor(tensor):
             raise MisconfigurationException(
                 f"A tensor of shape {tuple(tensor.shape)} goes to another stage as a DTensor, of "
@@ -344,19 +364,24 @@ def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor]:
             pieces.append(torch.zeros(offset - end, dtype=torch.uint8, device=device))
         pieces.append(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8))
         end = offset + pieces[-1].numel()
-        return _Place(tensor.shape, tensor.dtype, tensor.requires_grad, offset)
-
-    header = pickle.dumps(tree_map_only(Tensor, place, tree))
-    return header, pieces[1] if len(pieces) == 2 else torch.cat(pieces)
-
-
-def decode(header: bytes, block: Tensor) -> Any:
-    """Rebuild the pytree; its tensors are leaves of a new graph, and views of the block."""
-    return tree_map_only(_Place, lambda place: place.read(block), pickle.loads(header))
+        blocks.append(_Block(tensor.shape, tensor.dtype, tensor.requires_grad, offset))
+    block = pieces[1] if len(pieces) == 2 else torch.cat(pieces)
+    return pickle.dumps((rest, blocks)), block, tensors
 
 
-def relink(tree: Any) -> Any:
-    """Detach a pytree from its graph without copying: the message of stages in one process."""
-    return tree_map_only(
-        Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), tree
-    )
+def decode(header: bytes, block: Tensor) -> Message:
+    """Make the object again; its tensors are leaves of a new graph, and views of the block."""
+    rest, blocks = pickle.loads(header)
+    tensors = [each.read(block) for each in blocks]
+    return Message(put_together(rest, tensors), tensors)
+
+
+def relink(tree: Any) -> tuple[Sequence[Tensor], Message]:
+    """What :func:`encode` and :func:`decode` do, in one process and without copying tensors.
+
+    Returns:
+        The tensors in the object, and the message that arrives.
+    """
+    rest, sent = take_apart(tree, Tensor)
+    arrived = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent]
+    return sent, Message(put_together(rest, arrived), arrived)

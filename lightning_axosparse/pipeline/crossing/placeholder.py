@@ -23,12 +23,12 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import (
     parsed_conversion,
     plain_torch_functions,
     tensors_in,
     tree_leaves,
-    tree_map,
     tree_map_only,
     version_of,
 )
@@ -215,9 +215,10 @@ class Unsendable:
     def _error(self) -> MisconfigurationException:
         return MisconfigurationException(
             f"A forward hook of {self.owner!r}, or code that reads its attributes, wants an "
-            f"object of type {self.kind!r} from an earlier stage. Stages send each other tensors, "
-            "in tuples, lists, dicts and classes that torch.utils._pytree knows: use those, or "
-            "put the layer into the last stage (balance=...)." + see("values-between-layers")
+            f"object of type {self.kind!r} from an earlier stage, but it cannot be pickled, and so "
+            "not be sent. Put the layer into the last stage (balance=...), or leave out of the "
+            "object what pickle refuses: open files, locks, generators."
+            + see("values-between-layers")
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -238,6 +239,10 @@ class Progress:
     """Whether the step has yet to call the stage's first layer."""
     placeholders: list[Placeholder] = field(default_factory=list)
     """Those that may get a gradient, and must not."""
+
+
+class FirstRead(MisconfigurationException):
+    """A stage reads what it has not read before, so that it was not sent."""
 
 
 class Placeholder(Tensor):
@@ -293,7 +298,7 @@ class Placeholder(Tensor):
         reader = (
             "Code outside of steps" if self.progress is None else f"Stage {self.progress.stage}"
         )
-        return MisconfigurationException(
+        return FirstRead(
             f"{reader} reads {self.source} for the first time. Stages send each other what the "
             "step has read in the first batch of its loop, and what could be reached from the "
             "module's attributes after it. Read the value in every batch (`loss = loss + 0 * "
@@ -318,43 +323,45 @@ def computed_from(source: str) -> str:
     return source if source.startswith(begin) else begin + source
 
 
+_LEAVES = (Tensor, Unsent)
+
+
 def described(tree: Any) -> Any:
-    """Put descriptions in the place of a pytree's tensors."""
-    return tree_map_only(Tensor, Unsent.of, tree)
+    """Put descriptions in the places of an object's tensors."""
+    return object_map(Tensor, Unsent.of, tree)
+
+
+def values_in(tree: Any) -> list[Any]:
+    """The tensors, and the descriptions of tensors, in an object."""
+    return object_leaves(tree, _LEAVES)
 
 
 def sendable(tree: Any, sends: Callable[[int], bool], owner: str) -> Any:
-    """A pytree as it is sent.
+    """An object as it is sent.
 
     Args:
-        tree: the pytree.
-        sends: says by the index of a leaf whether that is sent; else it is described.
-        owner: what the tree belongs to, for messages.
+        tree: the object.
+        sends: says by the index of a tensor in it whether that is sent; else it is described.
+        owner: what the object belongs to, for messages.
     """
     indices = count()
 
     def leaf(value: Any) -> Any:
-        index = next(indices)
-        if isinstance(value, Tensor):
-            return value if sends(index) else Unsent.of(value)
-        if isinstance(value, (*PLAIN, Unsent, Unsendable)):
-            return value
+        is_sent = sends(next(indices))
+        return Unsent.of(value) if isinstance(value, Tensor) and not is_sent else value
+
+    def unless_pickled(value: Any) -> Any:
         return Unsendable(type(value).__name__, owner)
 
-    return leaf(tree) if isinstance(tree, Tensor) else tree_map(leaf, tree)
+    return object_map(_LEAVES, leaf, tree, unless_pickled)
 
 
 def filled(tree: Any, leaf: Callable[[int, Any], Tensor]) -> Any:
-    """Replace the tensors of a pytree, and the descriptions of tensors.
+    """Replace the tensors in an object, and the descriptions of tensors.
 
     Args:
-        tree: the pytree.
-        leaf: is given the index among all leaves, and the tensor or its description.
+        tree: the object.
+        leaf: is given the index among these, and the tensor or its description.
     """
     indices = count()
-
-    def replaced(value: Any) -> Any:
-        index = next(indices)
-        return leaf(index, value) if isinstance(value, (Tensor, Unsent)) else value
-
-    return replaced(tree) if isinstance(tree, (Tensor, Unsent)) else tree_map(replaced, tree)
+    return object_map(_LEAVES, lambda value: leaf(next(indices), value), tree)

@@ -29,12 +29,12 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     Progress,
     filled,
     sendable,
+    values_in,
 )
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     is_tensor_parallel,
-    tree_leaves,
     version_of,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -196,6 +196,11 @@ class SideOutputs:
     def replay(self, index: int) -> None:
         """Call the hooks and set the attributes of a layer of an earlier stage, as there."""
         layer = self.layers[index]
+        lengths: dict[int, int] = {}
+        for received in self.received:
+            if received.place.layer == index and received.is_appended:
+                items = getattr(layer.modules[received.place.module], received.place.name, None)
+                lengths[id(items)] = len(items) if isinstance(items, list) else 0
         for received in self.received:
             place = received.place
             if place.layer != index:
@@ -205,7 +210,7 @@ class SideOutputs:
             if place.of_hook:
                 self._replay_hook(module, received, path)
             else:
-                self._replay_attribute(module, received, path)
+                self._replay_attribute(module, received, path, lengths)
 
     def _replay_hook(self, module: nn.Module, call: SideOutput, path: str) -> None:
         hooks = list(getattr(module, call.place.name).values())
@@ -215,12 +220,15 @@ class SideOutputs:
         if self.reads is not None and self.values.holds(call.place):
             self.reads.read.add(call.place)
 
-    def _replay_attribute(self, module: nn.Module, received: SideOutput, path: str) -> None:
+    def _replay_attribute(
+        self, module: nn.Module, received: SideOutput, path: str, lengths: Mapping[int, int]
+    ) -> None:
         name = received.place.name
         value = self._filled(received, f"{f'{path}.{name}'!r}, which a layer sets,")
         now = getattr(module, name, None)
         if received.is_appended and isinstance(now, list):
-            now.extend(value)
+            # Hooks may have appended to it as well, and other modules may have the same list.
+            now[lengths.get(id(now), len(now)) :] = value
             self._note_list(now, value)
         elif isinstance(value, dict) and isinstance(now, dict):
             now.update(value)
@@ -260,7 +268,7 @@ class SideOutputs:
     def _note(self, left: SideOutput) -> None:
         """Note what a layer of the stage has left."""
         if self.reads is not None:
-            leaves = range(-1, len(tree_leaves(left.value)))
+            leaves = range(-1, len(values_in(left.value)))
             self.reads.seen |= {left.place._replace(leaf=leaf) for leaf in leaves}
         if (side := self._sendable(left)) is not None:
             self._own.append(side)

@@ -52,13 +52,14 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     filled,
     nodes,
     sendable,
+    values_in,
     without_values,
 )
+from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
     plain_torch_functions,
     tensors_in,
-    tree_leaves,
     version_of,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -83,11 +84,6 @@ class _Made(NamedTuple):
 class _Alias(torch.autograd.Function):
     """A received tensor as the step gets it: it is no leaf, so that it may change in place."""
 
-    @classmethod
-    def of(cls, received: Tensor) -> Tensor:
-        alias: Tensor = cls.apply(received)  # type: ignore[no-untyped-call]
-        return alias
-
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
         return received.detach()
@@ -95,6 +91,12 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+def alias_of(received: Tensor) -> Tensor:
+    """The same values as a tensor that is no leaf of the graph."""
+    alias: Tensor = _Alias.apply(received)  # type: ignore[no-untyped-call]
+    return alias
 
 
 class DerivedValues(PausableMode):
@@ -151,7 +153,8 @@ class DerivedValues(PausableMode):
         self._note(output)
         if index == self._last:
             self._forms[index] = described(output)
-            self._versions += [(tensor, version_of(tensor)) for tensor in tensors_in(output)]
+            outputs = object_leaves(output, Tensor)
+            self._versions += [(tensor, version_of(tensor)) for tensor in outputs]
         else:
             self._forms[index] = self._form(output, index)
 
@@ -196,7 +199,7 @@ class DerivedValues(PausableMode):
 
     def alias(self, received: Tensor, place: SidePlace) -> Tensor:
         """Return what the step gets for a tensor of a hook's or an attribute's."""
-        alias = _Alias.of(received)
+        alias = alias_of(received)
         if self.follows:
             self._track(alias, None, frozenset([place]), is_final=True)
         return alias
@@ -245,8 +248,8 @@ class DerivedValues(PausableMode):
         """
         if self._reads is None:
             return
-        outputs = tree_leaves(self._received_output)
-        largest = sum(leaf.nbytes for leaf in outputs if isinstance(leaf, Tensor))
+        outputs = object_leaves(self._received_output, Tensor)
+        largest = sum(output.nbytes for output in outputs)
         for tensor in attribute_tensors(module):
             for made in self._sources([tensor]):
                 is_attribute = any(isinstance(s, SidePlace) and not s.of_hook for s in made.sources)
@@ -282,7 +285,7 @@ class DerivedValues(PausableMode):
             if not torch.equal(buffer, before):
                 self._refuse(buffer)
         given = {id(tensor) for tensor in tensors_in((args, kwargs))}
-        if result is None or any(id(leaf) in given for leaf in tree_leaves(result)):
+        if result is None or any(id(tensor) in given for tensor in tensors_in(result)):
             self._is_changed = True
         first = _changed_first(func, args)
         self._note(result if first is None else first)
@@ -299,13 +302,16 @@ class DerivedValues(PausableMode):
         counts = not self._counts_none and any(made.place is not None for made in sources)
         self._results += counts
         outcome = without_values(func, args, kwargs)
-        if outcome is None or not self._take_changes(outcome, _changed_first(func, args)):
+        if (
+            outcome is None
+            or (counts and _makes_scalar(outcome))  # Hooks inside of layers are called again.
+            or not self._take_changes(outcome, _changed_first(func, args))
+        ):
             # It has to be computed again.
             self._read(sources)
             result = func(*args, **kwargs)
-            for leaf, value in enumerate(tree_leaves(result) if counts else ()):
-                if isinstance(value, Tensor):
-                    self._track(value, Place(self._layer, self._results, leaf))
+            for leaf, value in enumerate(tensors_in(result) if counts else ()):
+                self._track(value, Place(self._layer, self._results, leaf))
             return result
         if not (outcome.makes_tensors or outcome.changed):
             if func in GRADIENT_HOOKS:
@@ -335,7 +341,7 @@ class DerivedValues(PausableMode):
         Returns:
             Whether the arguments are now as the earlier stage has left them.
         """
-        leaves = tree_leaves(outcome.result if first is None else first)
+        leaves = values_in(outcome.result if first is None else first)
         for tensor in outcome.changed:
             made = self._of(tensor)
             if made is not None and made.is_final:
@@ -375,13 +381,12 @@ class DerivedValues(PausableMode):
 
     def _note(self, result: Any) -> None:
         """Note the leaves of a result that this stage has computed."""
-        for leaf, value in enumerate(tree_leaves(result)):
-            if isinstance(value, Tensor):
-                place = Place(self._layer, self._results, leaf)
-                if place in self._sent:
-                    self._held[place] = value
-                if self.follows and self._of(value) is None:
-                    self._track(value, place)
+        for leaf, value in enumerate(object_leaves(result, Tensor)):
+            place = Place(self._layer, self._results, leaf)
+            if place in self._sent:
+                self._held[place] = value
+            if self.follows and self._of(value) is None:
+                self._track(value, place)
 
     def _filled(self, result: Any) -> Any:
         """Put what was received into a result that this stage does not compute, and note it.
@@ -405,7 +410,7 @@ class DerivedValues(PausableMode):
                 source = computed_from(source) if self._results else source
                 tensor: Tensor = Placeholder.of(known, self._progress, source)
             else:
-                tensor = _Alias.of(known)
+                tensor = alias_of(known)
                 if place in self._sent:
                     self._held[place] = tensor
             if self.follows:
@@ -422,6 +427,15 @@ class DerivedValues(PausableMode):
             "several containers and modules in the order in which they are called."
             + see("values-between-layers")
         )
+
+
+def _makes_scalar(outcome: Outcome) -> bool:
+    """Whether a function returns a single number, such as a loss of what is between layers.
+
+    It is computed where it is read. So what it is made of crosses, which has rows of samples, and
+    the end of the step computes it from those of the whole batch.
+    """
+    return any(isinstance(each, Unsent) and not each.shape for each in values_in(outcome.result))
 
 
 def _changed_first(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -235,13 +236,25 @@ def closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
     """Call the closure that a step of an optimizer was given, if any, before the step.
 
     Returns:
-        The keyword arguments for the step, of which a closure returns the same loss again.
+        The keyword arguments for the step, of which a closure returns that loss, once.
     """
     closure = kwargs.pop("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return kwargs
-    loss = closure()
-    return {**kwargs, "closure": lambda: loss}
+    losses = [closure()]
+
+    def called_before() -> Any:
+        if not losses:
+            raise MisconfigurationException(
+                "The optimizer calls its closure more than once a step, as SAM and LBFGS do. "
+                "Between the calls it changes weights by the gradients of all parameters, but this "
+                "rank steps only some of them. Use an optimizer that takes one step a batch, or "
+                "AxoSparseStrategy(g_inter=1) without shard_optimizer and offload_optimizer."
+                + see("optimizers")
+            )
+        return losses.pop()
+
+    return {**kwargs, "closure": called_before}
 
 
 class OwnSteps:

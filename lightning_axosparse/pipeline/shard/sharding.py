@@ -97,7 +97,7 @@ class Sharding:
         kept: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, tensor in self._tensors():
-            shared = not self._holders[tensor].isdisjoint(local)
+            shared = not self._holding(name, tensor).isdisjoint(local)
             (kept if shared else others)[name] = tensor
         return kept, others
 
@@ -145,7 +145,7 @@ class Sharding:
             Every tensor of the module, in the same order on all ranks.
         """
         metas = self.put_back()
-        tensors = [(name, tensor, self._sources(tensor)) for name, tensor in self._tensors()]
+        tensors = [(name, tensor, self._sources(name, tensor)) for name, tensor in self._tensors()]
         self._assign(parts)
         self._replace_all(local, metas)
         return [
@@ -170,9 +170,13 @@ class Sharding:
             self.module.named_buffers(remove_duplicate=remove_duplicate),
         )
 
-    def _sources(self, tensor: Tensor) -> frozenset[int]:
+    def _holding(self, name: str, tensor: Tensor) -> frozenset[int]:
+        """The stages that keep a tensor; a layer may have put another one in a buffer's place."""
+        return self._holders.get(tensor) or self._holders_of_name(name)
+
+    def _sources(self, name: str, tensor: Tensor) -> frozenset[int]:
         """The stages that have a tensor's value."""
-        holders = self._holders[tensor]
+        holders = self._holding(name, tensor)
         if holders == self.all_stages and not isinstance(tensor, nn.Parameter):
             return frozenset([max(holders)])
         return holders

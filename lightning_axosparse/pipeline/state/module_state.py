@@ -1,27 +1,28 @@
-"""Captures what a step may change on a module: parameters, buffers and attributes."""
+"""Captures what a step may change on a module, puts it back, and says what has changed."""
 
 from __future__ import annotations
 
 import copy
+import operator
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from lightning_axosparse.pipeline.batch_layout import Key
 from lightning_axosparse.pipeline.crossing.placeholder import OF_EVERY_MODULE
 from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.state.values import (
+    GENERATORS,
     MISSING,
     copied,
     entries,
-    holds_same,
     is_collection,
     is_long,
     is_object,
@@ -29,11 +30,13 @@ from lightning_axosparse.pipeline.state.values import (
     of_library,
     overwrite,
     same,
+    state_of,
 )
 from lightning_axosparse.support.torch_internals import (
-    OperatorMode,
+    PausableOperatorMode,
     mutated_arguments,
     storage_id,
+    version_of,
 )
 
 Step = tuple[str, Any]
@@ -54,21 +57,6 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         """What a user would write: ``self.meters['loss'].total``."""
         return "self" + "".join(map(_spelled, (*self.owner, (".", self.name))))
-
-    @property
-    def dotted(self) -> str:
-        """The name as ``module.named_buffers()`` spells it, as far as it leads through modules."""
-        names = []
-        for kind, key in (*self.owner, (".", self.name)):
-            if kind != ".":
-                break
-            names.append(key)
-        return ".".join(names)
-
-    @property
-    def is_of_hooks(self) -> bool:
-        """Whether it is where torch keeps the hooks of a module."""
-        return self.name in _HOOKS
 
 
 def _spelled(step: Step) -> str:
@@ -113,30 +101,25 @@ def value_at(module: nn.Module, place: Place) -> Any:
     return MISSING if owner is None else held_by(owner, place.name)
 
 
-def write(module: nn.Module, place: Place, value: Any, in_place: bool = True) -> None:
-    """Give an attribute a value.
+def write(module: nn.Module, place: Place, value: Any, is_new: bool = False) -> None:
+    """Give an attribute a value, in the object that it holds where that can take it.
 
     Args:
         module: the user's module.
         place: the attribute.
         value: ``MISSING`` to delete it.
-        in_place: whether the object that it holds gets the content, where it can take it.
+        is_new: whether the object that it holds is others' from now on, unless a parameter.
     """
     owner = owner_of(module, place)
     if owner is None:
         return
-    held = namespace_of(owner, place.name).get(place.name)
-    if not (in_place and overwrite(held, value)):
-        hold(owner, place.name, value)
-
-
-def hold(owner: Any, name: str, value: Any) -> None:
-    """Let an attribute hold another value; ``MISSING`` deletes it."""
-    namespace = namespace_of(owner, name)
+    namespace = namespace_of(owner, place.name)
     if value is MISSING:
-        namespace.pop(name, None)
-    else:
-        namespace[name] = value
+        namespace.pop(place.name, None)
+        return
+    now = namespace.get(place.name)
+    if (is_new and not isinstance(now, nn.Parameter)) or not overwrite(now, value):
+        namespace[place.name] = value
 
 
 def _inherited(owner: Any) -> dict[str, Any]:
@@ -153,6 +136,8 @@ def _inherited(owner: Any) -> dict[str, Any]:
 _INHERITED = (bool, int, float, list, set, dict, deque, Tensor, np.ndarray)
 _OWN_OF_LIGHTNING = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
 _HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
+_COUNTS = (int, float, complex, Tensor, np.ndarray, np.generic)
+"""Types of what is never a note that a step has prepared something once, unless it is a bool."""
 
 
 def _own(owner: Any) -> frozenset[str]:
@@ -162,86 +147,79 @@ def _own(owner: Any) -> frozenset[str]:
     return OF_EVERY_MODULE if isinstance(owner, nn.Module) else frozenset()
 
 
-class Writes(OperatorMode):
-    """Notes which memory operators are about to write to, whatever they write.
-
-    Args:
-        note: called with the number of a storage before the first write to it.
-
-    Attributes:
-        storages: the numbers of the storages.
-    """
+class _Writes(PausableOperatorMode):
+    """Calls a function with the number of each storage that an operator is about to write to."""
 
     def __init__(self, note: Callable[[int], None]) -> None:
         super().__init__()
         self._note = note
-        self.storages: set[int] = set()
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Note the memory that an operator writes to, and run it."""
         for leaf in mutated_arguments(func, args, kwargs):
             if isinstance(leaf, Tensor) and is_readable(leaf):
-                storage = storage_id(leaf.untyped_storage())
-                if storage not in self.storages:
-                    self.storages.add(storage)
-                    self._note(storage)
+                self._note(storage_id(leaf.untyped_storage()))
         return func(*args, **kwargs)
 
 
-class _Attribute(NamedTuple):
-    """An attribute of a part of the module, or of an object; without a name all of them."""
+_SMALL = 1024
+"""Entries of tensors that are compared by value: writing to ``x.data`` makes no new version."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    """What can be changed in place.
+
+    Attributes:
+        path: the way from the module to the owner.
+        owner: the module or object that has the attribute to which it belongs.
+        name: of that attribute; None for the dict in which the owner keeps its attributes.
+        value: a dict, list, deque, set, tensor, array or random generator.
+        kind: of value.
+        content: a copy of what it held; of a parameter only once something writes to it.
+        version: of a tensor, with the address of its memory.
+        memory: of a tensor, under another name.
+    """
 
     path: tuple[Step, ...]
     owner: Any
     name: str | None
-
-
-@dataclass
-class _Holder:
-    """What can be changed in place: a tensor, an array, a collection or the dict of an object.
-
-    Attributes:
-        of: the attribute that it belongs to.
-        value: the holder.
-        content: a copy of what it held; of a parameter that nothing has written to, its memory.
-        memory: of a parameter.
-    """
-
-    of: _Attribute
     value: Any
-    content: Any = field(init=False)
-    memory: Tensor | None = field(init=False, default=None)
+    kind: Literal["dict", "list", "set", "tensor", "parameter", "array", "generator"]
+    content: Any = None
+    version: tuple[int, int] = (0, 0)
+    memory: Any = None
 
-    def __post_init__(self) -> None:
-        if isinstance(self.value, nn.Parameter):
-            self.content = self.memory = self.value.detach()
-        elif isinstance(self.value, (Tensor, np.ndarray)):
-            self.content = copied(self.value)
+    def note(self) -> None:
+        """Take the present content for the one to go back to."""
+        value = self.value
+        if isinstance(value, Tensor):
+            self.version = version_of(value), value.data_ptr()
+            self.memory, self.content = value.detach(), copied(value)
+            if self.kind == "parameter":
+                self.content = None
+        elif self.kind == "generator":
+            self.content = state_of(value)
         else:
-            self.content = copy.copy(self.value)
+            self.content = copy.copy(value)
 
-    @property
-    def storage(self) -> int | None:
-        """The number of a tensor's storage."""
-        is_tensor = isinstance(self.value, Tensor)
-        return storage_id(self.value.untyped_storage()) if is_tensor else None
+    def put_back(self) -> None:
+        """Give it what it held."""
+        value = self.value
+        if isinstance(value, Tensor) and value.data_ptr() != self.version[1]:
+            value.data = self.memory  # It has got another tensor's.
+        if self.content is not None:
+            overwrite(value, self.content)
+        if isinstance(value, Tensor):
+            self.version = version_of(value), value.data_ptr()
+        if self.kind == "parameter":
+            self.content = None  # Nothing has written to it since.
 
-    def is_same(self) -> bool:
-        """Whether it holds what it held."""
-        value, content = self.value, self.content
-        if self.memory is not None and self.memory.data_ptr() != value.data_ptr():
-            return False  # A teacher, for example, that is still equal to its student.
-        if isinstance(value, (Tensor, np.ndarray)):
-            return content is self.memory or same(content, value)
-        return holds_same(value, content)
-
-    def changed(self) -> Iterator[str]:
-        """The names of attributes that are other ones than before."""
-        owner, name = self.of.owner, self.of.name
-        if name is not None:
-            yield name
+    def names(self) -> Iterator[str]:
+        """The attributes that hold something else than before."""
+        if self.name is not None:
+            yield self.name
             return
-        default, own = _inherited(owner), _own(owner)
+        default, own = _inherited(self.owner), _own(self.owner)
         for name in {**self.content, **self.value}:
             before, now = (
                 each.get(name, default.get(name, MISSING)) for each in (self.content, self.value)
@@ -249,124 +227,226 @@ class _Holder:
             if not (name in own or same(before, now)):
                 yield name
 
-    def put_back(self) -> None:
-        """Give it what it held."""
-        if self.memory is not None and self.memory.data_ptr() != self.value.data_ptr():
-            self.value.data = self.memory
-        if self.content is not self.memory:
-            overwrite(self.value, self.content)
-
 
 class ModuleState:
-    """The values of all that a step may change on a module, at the time when it is created.
+    """The values of all that a step may change on a module, as they were when last noted.
 
     Left out are the states of torchmetrics objects, which have their own way, and tensors without
-    values. What torch and Lightning keep in a module, besides hooks, and the running statistics of
-    BatchNorms, which follow micro-batches as they do, are put back, but are not named as changes.
-    Parameters may fill the memory: they are copied when they are about to change (:meth:`watched`).
+    values. What torch and Lightning keep in a module, and the running statistics of BatchNorms, are
+    put back, but are not named as changes.
 
     Args:
         module: the user's module.
+        without: what is left out, by ``id``, with all that is reached by it alone.
+        layers: names of those of which the state is captured; by default that of the module.
+        trained: whether parameters that are trained are captured, too.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._holders = [*_holders(module), *_hooks(module)]
-        self._parameters: dict[int | None, list[_Holder]] = {}
+    def __init__(
+        self,
+        module: nn.Module,
+        without: Collection[int] = (),
+        layers: Sequence[str] | None = None,
+        trained: bool = False,
+    ) -> None:
+        self._module, self._without, self._trained = module, frozenset(without), trained
+        self._layers = (
+            None if layers is None else {each: module.get_submodule(each) for each in layers}
+        )
+        self._handles, self._hooks = -1, 0
+        self._find()
+
+    def _find(self) -> None:
+        self._note_hooks()
+        self._reached: set[int] = set()
+        self._holders = list(self._reachable(self._reached))
         for each in self._holders:
-            if each.memory is not None:
-                self._parameters.setdefault(each.storage, []).append(each)
+            each.note()
+        self._parameters: dict[int, list[_Holder]] = {}
+        for each in self._holders:
+            if each.kind == "parameter":
+                number = storage_id(each.value.untyped_storage())
+                self._parameters.setdefault(number, []).append(each)
 
-    @contextmanager
-    def watched(self) -> Iterator[set[Place]]:
-        """Copy the parameters that operators in the context are about to change.
+    @property
+    def reached(self) -> Collection[int]:
+        """All that was looked at, by ``id``."""
+        return self._reached
 
-        Yields:
-            Filled at the end: the tensors that they have written to, even if these are equal.
-        """
-        written: set[Place] = set()
-        with Writes(self._save) as writes:
-            yield written
-        written |= {
-            Place(each.of.path, each.of.name)
-            for each in self._holders
-            if each.of.name is not None and each.storage in writes.storages
-            if not _is_statistic(each.of.owner, each.of.name)
-        }
+    @property
+    def has_parameters(self) -> bool:
+        """Whether parameters are captured: they are copied when something :meth:`writes`."""
+        return bool(self._parameters)
+
+    def writes(self) -> PausableOperatorMode:
+        """A mode that copies parameters before operators in it write to them."""
+        return _Writes(self._save)
 
     def _save(self, storage: int) -> None:
-        """Copy the parameters that have some memory."""
         for each in self._parameters.get(storage, ()):
-            if each.content is each.memory:
-                each.content = copied(each.content)
+            if each.content is None:
+                each.content = each.value.detach().clone()
 
-    def rewind(self) -> dict[Place, Any]:
-        """Put back what was captured, into the same objects.
-
-        Returns:
-            What had changed: copies of the values; ``MISSING`` for an attribute that was deleted.
-        """
-        changed = [each for each in self._holders if not each.is_same()]
-        changes = {
-            Place(each.of.path, name): _clone(held_by(each.of.owner, name))
-            for each in changed
-            for name in each.changed()
-            if not _is_statistic(each.of.owner, name)
-        }
-        for each in changed:
-            each.put_back()
-        return changes
-
-
-def _is_statistic(owner: Any, name: str) -> bool:
-    """Whether an attribute is a running statistic of a BatchNorm."""
-    return isinstance(owner, Norm) and name in owner._buffers
-
-
-def _clone(value: Any) -> Any:
-    return copied(value.detach() if isinstance(value, nn.Parameter) else value, objects=True)
-
-
-def _holders(module: nn.Module) -> Iterator[_Holder]:
-    """All that can be changed in place; what has several names has the first one.
-
-    Parts of the module have the one that ``module.named_modules()`` gives them.
-    """
-    waiting: list[tuple[tuple[Step, ...], _Attribute | None, Any]] = [((), None, module)]
-    seen: set[int] = set()
-    while waiting:
-        path, attribute, value = waiting.pop()
-        if isinstance(value, (Tensor, np.ndarray)):
-            if attribute and (not isinstance(value, Tensor) or is_readable(value)):
-                yield _Holder(attribute, value)
-            continue
-        if id(value) in seen or isinstance(value, (Metric, MetricCollection)):
-            continue
-        held: list[tuple[Step, _Attribute | None, Any]] = []
-        if isinstance(value, nn.Module) or is_object(value):
-            for namespace in _namespaces(value):
-                yield _Holder(_Attribute(path, value, None), namespace)
-            held = [
-                ((".", name), _Attribute(path, value, name), each)
-                for name, each in _attributes(value)
-            ]
-        elif attribute and is_collection(value):
-            if isinstance(value, (list, set, deque, MutableMapping)):
-                yield _Holder(attribute, value)
-            if not is_long(value):
-                held = [(_step(key), attribute, each) for key, each in entries(value).items()]
+    def note(self) -> None:
+        """Take the present state for the one to go back to."""
+        changed = self._changed()
+        self._note_hooks()
+        if any(each.kind in ("dict", "list", "set") for each in changed):
+            self._find()  # There may be other objects.
         else:
-            continue
-        seen.add(id(value))
-        waiting.extend(((*path, step), where, each) for step, where, each in reversed(held))
+            for each in changed:
+                each.note()
+
+    def rewind(self) -> bool:
+        """Put back what was captured, into the same objects; return whether something had changed.
+
+        A step that registers hooks does so once, and notes it on the module: both stay.
+        """
+        changed = self._changed()
+        if not changed:
+            return False
+        prepares = self._note_hooks()
+        for each in changed:
+            if prepares and each.kind == "dict" and each.name is None:
+                _put_back_counts(each)
+            else:
+                each.put_back()
+        if prepares:
+            self.note()
+        return True
+
+    def changes(self) -> dict[Place, Any]:
+        """What has changed, and the values; ``MISSING`` for an attribute that was deleted."""
+        return {
+            Place(each.path, name): held_by(each.owner, name)
+            for each in self._changed()
+            for name in each.names()
+            if not (isinstance(each.owner, Norm) and name in each.owner._buffers)
+        }
+
+    def grown(self, place: Place) -> list[Any] | None:
+        """The items that were appended to the list that an attribute holds; None of others."""
+        for each in self._holders:
+            if each.kind == "list" and (each.path, each.name) == place:
+                value = value_at(self._module, place)
+                before = len(each.content)
+                grows = value is each.value and len(value) > before
+                if grows and all(map(operator.is_, value, each.content)):
+                    return list(value)[before:]
+        return None
+
+    def is_new(self, place: Place) -> bool:
+        """Whether an attribute holds another object than before."""
+        for each in self._holders:
+            if each.name is None and each.path == place.owner and place.name in each.content:
+                return each.value.get(place.name) is not each.content[place.name]
+        return True
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors among what is captured."""
+        return [each.value for each in self._holders if isinstance(each.value, Tensor)]
+
+    def _changed(self) -> list[_Holder]:
+        """The holders that hold something else. In every pass, so it calls little."""
+        changed = []
+        for each in self._holders:
+            value, content, kind = each.value, each.content, each.kind
+            if kind == "dict":
+                alike = value.keys() == content.keys()
+                alike = alike and all(map(operator.is_, value.values(), content.values()))
+            elif kind == "list":
+                alike = len(value) == len(content) and all(map(operator.is_, value, content))
+            elif kind == "set":
+                alike = value == content
+            elif kind == "array":
+                alike = same(value, content)
+            elif kind == "generator":
+                alike = same(state_of(value), content)
+            else:
+                alike = (version_of(value), value.data_ptr()) == each.version
+                if alike and content is not None and value.numel() <= _SMALL:
+                    alike = same(value, content)
+                elif alike and kind == "parameter":
+                    alike = content is None
+            if not alike:
+                changed.append(each)
+        return changed
+
+    def _note_hooks(self) -> bool:
+        """Count the hooks of modules; return whether there are others than before."""
+        if self._handles == RemovableHandle.next_id:  # No hook was registered in this process.
+            return False
+        before, self._handles = self._hooks, RemovableHandle.next_id
+        self._hooks = sum(
+            len(vars(part).get(name) or ()) for part in self._module.modules() for name in _HOOKS
+        )
+        return self._hooks != before
+
+    def _reachable(self, seen: set[int]) -> Iterator[_Holder]:
+        """All that can be changed in place; what has several names has the first one."""
+        roots = {"": self._module} if self._layers is None else self._layers
+        within = {id(part) for root in roots.values() for part in root.modules()}
+        waiting: list[tuple[tuple[Step, ...], tuple[Any, ...] | None, Any]] = [
+            (tuple((".", part) for part in name.split(".") if part), None, root)
+            for name, root in roots.items()
+        ]
+        while waiting:
+            path, of, value = waiting.pop()
+            if id(value) in seen or id(value) in self._without:
+                continue
+            if isinstance(value, nn.Module) and self._layers and id(value) not in within:
+                continue
+            if isinstance(value, (Tensor, np.ndarray)):
+                seen.add(id(value))
+                kind = self._kind(value)
+                if of and kind:
+                    yield _Holder(of[0], of[1], of[2], value, kind)
+                continue
+            if isinstance(value, GENERATORS) and of:
+                seen.add(id(value))
+                yield _Holder(of[0], of[1], of[2], value, "generator")
+                continue
+            if isinstance(value, (Metric, MetricCollection)):
+                continue
+            held: list[tuple[Step, tuple[Any, ...], Any]] = []
+            if isinstance(value, nn.Module) or is_object(value):
+                for namespace in _namespaces(value):
+                    yield _Holder(path, value, None, namespace, "dict")
+                held = [
+                    ((".", name), (path, value, name), each) for name, each in _attributes(value)
+                ]
+            elif of and is_collection(value):
+                if isinstance(value, (list, deque, set, MutableMapping)):
+                    yield _Holder(of[0], of[1], of[2], value, _kind_of(value))
+                if not is_long(value):
+                    held = [(_step(key), of, each) for key, each in entries(value).items()]
+            else:
+                continue
+            seen.add(id(value))
+            waiting += [((*path, step), place, each) for step, place, each in reversed(held)]
+
+    def _kind(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return "array"
+        if not is_readable(value):
+            return None
+        if not isinstance(value, nn.Parameter):
+            return "tensor"
+        return "parameter" if self._trained or not value.requires_grad else None
 
 
-def _hooks(module: nn.Module) -> Iterator[_Holder]:
-    """Where the parts of a module keep their hooks."""
-    for path, part in module.named_modules():
-        steps = tuple((".", name) for name in path.split(".") if name)
-        for name in _HOOKS:
-            if (hooks := vars(part).get(name)) is not None:
-                yield _Holder(_Attribute(steps, part, name), hooks)
+def _put_back_counts(holder: _Holder) -> None:
+    """Put back of an owner's attributes what is not a note that something was prepared."""
+    for name, before in holder.content.items():
+        now = holder.value.get(name, MISSING)
+        if isinstance(now, _COUNTS) and not isinstance(now, bool) and before is not None:
+            holder.value[name] = before
+
+
+def _kind_of(value: Any) -> Any:
+    if isinstance(value, (list, deque)):
+        return "list"
+    return "set" if isinstance(value, set) else "dict"
 
 
 def _namespaces(owner: Any) -> Iterator[dict[str, Any]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import random
 import sys
 import types
 from collections import deque
 from collections.abc import Mapping, MutableMapping
 from enum import Enum
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,9 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
-from lightning_axosparse.pipeline.batch_layout import Key, children, rebuilt
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient
+from lightning_axosparse.pipeline.batch_layout import Key, children
+from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
 
 
 class Missing(Enum):
@@ -47,15 +49,26 @@ _LIBRARIES = (sys.stdlib_module_names - {"__main__", "argparse", "collections", 
     "torch",
     "torchmetrics",
 }
+_SHARED = (nn.Module, Trainer, Callback, Logger, LightningDataModule, Dataset, Sampler)
+"""Types of objects that are neither copied nor sent."""
 _OPAQUE = (
-    *(nn.Module, Trainer, Callback, Logger, LightningDataModule, Dataset, Sampler, type),
-    *(types.ModuleType, types.FunctionType, types.MethodType, functools.partial),
+    *(*_SHARED, type, types.ModuleType),
+    *(types.FunctionType, types.MethodType, functools.partial),
 )
+_STATES: dict[type, tuple[str, str]] = {
+    torch.Generator: ("get_state", "set_state"),
+    np.random.RandomState: ("get_state", "set_state"),
+    random.Random: ("getstate", "setstate"),
+}
+"""How the states of random generators are read and set."""
+GENERATORS = (*_STATES, np.random.Generator)
 
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has values on this rank, as a plain block of memory."""
-    return not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_quantized
+    if tensor.is_meta or isinstance(tensor, DividedGradient):
+        return False
+    return tensor.layout == torch.strided and not tensor.is_quantized
 
 
 def is_object(value: Any) -> bool:
@@ -96,63 +109,55 @@ def entries(value: Any) -> dict[Key, Any]:
     return children(value) if is_collection(value) else {}
 
 
-def with_entries(value: Any, changed: Mapping[Key, Any]) -> Any:
-    """A copy of a collection or a user's object that has other entries, in the same order."""
-    if isinstance(value, deque):
-        return type(value)(changed.values(), value.maxlen)
-    if is_object(value):
-        other = copy.copy(value)
-        vars(other).clear()
-        vars(other).update({key.value: each for key, each in changed.items()})
-        return other
-    if isinstance(value, MutableMapping):
-        other = copy.copy(value)
-        other.clear()
-        for key, each in changed.items():
-            other[key.value] = each
-        return other
-    return rebuilt(value, changed)
+def copied(value: Any) -> Any:
+    """A copy that does not change when the value is changed in place, or the value itself.
 
-
-def copied(value: Any, objects: bool = False, depth: int = 0) -> Any:
-    """A copy that does not change when the value is changed in place; parameters are not copied.
-
-    Args:
-        value: what an attribute holds.
-        objects: whether users' objects are copied; else the copy holds the same ones.
-        depth: how many collections hold the value.
+    Parameters, modules and the like are the same ones in it.
     """
-    if isinstance(value, nn.Parameter):
-        return value
-    if isinstance(value, (Tensor, np.ndarray)):
-        return _clone(value)
-    of_entries = is_collection(value)
-    if depth >= _DEEPEST or not (of_entries or (objects and is_object(value))):
-        return value
-    if isinstance(value, set) or (of_entries and is_long(value)):
-        return copy.copy(value)
-    made = {key: copied(each, objects, depth + 1) for key, each in entries(value).items()}
-    if isinstance(value, tuple) and all(map(operator.is_, made.values(), value)):
-        return value
-    return with_entries(value, made)
-
-
-def _clone(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    return value.detach().clone() if is_readable(value) else value
-
-
-def detached(value: Any, depth: int = 0) -> Any:
-    """The value without the graphs of its tensors."""
     if isinstance(value, Tensor):
-        return value.detach() if value.requires_grad else value
-    if depth >= _DEEPEST or not is_collection(value) or is_long(value):
+        is_own = isinstance(value, nn.Parameter) or not is_readable(value)
+        return value if is_own else value.detach().clone()
+    if is_collection(value) and is_long(value):
+        return copy.copy(value)
+    try:
+        rest, taken = take_apart(value, (Tensor, *_SHARED))
+    except CannotPickle:
         return value
-    held = entries(value)
-    made = {key: detached(each, depth + 1) for key, each in held.items()}
-    is_same = all(made[key] is each for key, each in held.items())
-    return value if is_same else with_entries(value, made)
+    return put_together(rest, list(map(copied_tensor, taken)))
+
+
+def copied_tensor(value: Any) -> Any:
+    """A copy of a tensor; anything else as it is."""
+    return copied(value) if isinstance(value, Tensor) else value
+
+
+def sendable(value: Any, most_bytes: float) -> bytes | None:
+    """The value for :func:`received` on another rank; None if it is larger or cannot be sent."""
+    if isinstance(value, Tensor) and value.nbytes > most_bytes:
+        return None
+    try:
+        rest, taken = take_apart(value, (Tensor, *_SHARED))
+    except CannotPickle:
+        return None
+    tensors = [each.detach().cpu() for each in taken if isinstance(each, Tensor)]
+    if len(tensors) < len(taken) or sum(tensor.nbytes for tensor in tensors) > most_bytes:
+        return None
+    sent = take_apart((rest, tensors), ())[0]
+    return sent if len(sent) <= most_bytes else None
+
+
+def received(sent: bytes, device: torch.device) -> Any:
+    """What :func:`sendable` was given on another rank, with tensors on ``device``."""
+    rest, tensors = put_together(sent, ())
+    return put_together(rest, [tensor.to(device) for tensor in tensors])
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a random generator."""
+    for kind, (read, _) in _STATES.items():
+        if isinstance(generator, kind):
+            return getattr(generator, read)()
+    return generator.bit_generator.state
 
 
 def same(one: Any, other: Any, depth: int = 0) -> bool:
@@ -165,6 +170,8 @@ def same(one: Any, other: Any, depth: int = 0) -> bool:
         return False
     if isinstance(one, np.ndarray):
         return _same_arrays(one, other)
+    if isinstance(one, GENERATORS):
+        return same(state_of(one), state_of(other))
     if is_collection(one) or is_object(one):
         return depth < _DEEPEST and _same_entries(one, other, depth + 1)
     try:
@@ -194,22 +201,15 @@ def _same_arrays(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _same_entries(one: Any, other: Any, depth: int) -> bool:
-    if isinstance(one, set) or (is_collection(one) and is_long(one)):
-        return holds_same(one, other)
+    if isinstance(one, set):
+        return bool(one == other)
+    if is_collection(one) and is_long(one):
+        items = (one.values(), other.values()) if isinstance(one, Mapping) else (one, other)
+        return len(one) == len(other) and all(map(operator.is_, *items))
     here, there = entries(one), entries(other)
     return list(here) == list(there) and all(
         same(each, there[key], depth) for key, each in here.items()
     )
-
-
-def holds_same(one: Any, other: Any) -> bool:
-    """Whether two collections of one type hold the same objects, in the same order."""
-    if isinstance(one, set):
-        return bool(one == other)
-    if isinstance(one, Mapping):
-        is_alike = list(one) == list(other)
-        return is_alike and all(map(operator.is_, one.values(), other.values()))
-    return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
 def overwrite(target: Any, value: Any) -> bool:
@@ -219,7 +219,7 @@ def overwrite(target: Any, value: Any) -> bool:
 
     Args:
         target: what is overwritten.
-        value: of the same kind.
+        value: of the same kind; of a random generator its state.
 
     Returns:
         False if that cannot be done, as with numbers and tensors of another shape.
@@ -231,6 +231,9 @@ def overwrite(target: Any, value: Any) -> bool:
             return False
         with torch.inference_mode(target.is_inference()), torch.no_grad():
             target.data.copy_(value)
+        return True
+    if isinstance(target, GENERATORS):
+        _set_state(target, state_of(value) if isinstance(value, GENERATORS) else value)
         return True
     if type(target) is not type(value):
         return False
@@ -247,15 +250,9 @@ def overwrite(target: Any, value: Any) -> bool:
     return True
 
 
-def size_of(value: Any, depth: int = 0) -> float:
-    """About how many bytes a message with this value has; infinite if it cannot be sent."""
-    if isinstance(value, (Tensor, np.ndarray)):
-        return value.nbytes
-    if isinstance(value, (str, bytes)):
-        return len(value)
-    if value is None or isinstance(value, (int, float, complex, np.generic, Missing)):
-        return 16
-    if depth >= _DEEPEST or not is_collection(value) or is_object(value):
-        return inf
-    held = value if isinstance(value, set) else entries(value).values()
-    return 16 + sum(size_of(each, depth + 1) for each in held)
+def _set_state(generator: Any, state: Any) -> None:
+    for kind, (_, write) in _STATES.items():
+        if isinstance(generator, kind):
+            getattr(generator, write)(state)
+            return
+    generator.bit_generator.state = state

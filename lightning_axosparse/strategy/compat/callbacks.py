@@ -162,17 +162,25 @@ class _SilentLogger(DummyLogger):
 def loggers_silenced(trainer: pl.Trainer) -> Iterator[set[str]]:
     """Let ``self.logger`` take everything and write nothing inside the context.
 
-    ``trainer.log_dir``, which a step may ask for, is what this rank has, without a broadcast: where
-    the step fails on one stage, the next one would not take part in it.
-
     Yields:
         Filled with the attributes of loggers that code in the context has written with.
     """
     written: set[str] = set()
     silent = [_SilentLogger(logger, written) for logger in trainer.loggers]
-    own = patched(trainer.strategy, "broadcast", lambda value, src=0: value)
-    with patched(trainer, "_loggers", silent), own:
+    with patched(trainer, "_loggers", silent), broadcasting_nothing(trainer):
         yield written
+
+
+def broadcasting_nothing(trainer: pl.Trainer) -> AbstractContextManager[None]:
+    """Let ``trainer.log_dir``, which a step may ask for, be what this rank has inside the context.
+
+    Lightning broadcasts it, but stages run a step at different times, and not equally often.
+    """
+    return patched(trainer.strategy, "broadcast", _own_value)
+
+
+def _own_value(value: Any, src: int = 0) -> Any:
+    return value
 
 
 def sync_advice_silenced() -> AbstractContextManager[None]:

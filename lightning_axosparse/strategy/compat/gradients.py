@@ -275,7 +275,9 @@ class _PipelineClipping(_Mixin):
         squares = norm.to("cpu", torch.float64).square()
         _all_reduce(squares, dist.ReduceOp.SUM, self._whole_group)
         if held:
-            clip_grads_with_norm_(held, clip_val, squares.sqrt().to(held[0].grad))
+            like = held[0].grad
+            norm = squares.sqrt().to(like.device, like.dtype.to_real())
+            clip_grads_with_norm_(held, clip_val, norm)
 
 
 class _AgreedScaler(_Mixin):

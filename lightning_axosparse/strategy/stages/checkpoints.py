@@ -66,8 +66,8 @@ class StageCheckpoints:
         """The whole module's state on the first rank, an empty dict on others; collective."""
         stage_module = self._stage_module
         module, grid = stage_module.module, stage_module.grid
-        if grid.data_rank > 0:
-            if grid.data_rank < grid.g_expert:
+        if grid.replica > 0:
+            if grid.replica < grid.g_expert:
                 stage_module.parts.whole_values()
             return {}
         if self._is_ordinary:
@@ -128,7 +128,7 @@ class StageCheckpoints:
         """Write a checkpoint; collective over the stages of the first replica."""
         tensors = self._tensors
         grid = self._stage_module.grid
-        if grid.data_rank > 0 and self._shards is not None:
+        if grid.replica > 0 and self._shards is not None:
             self._parts.serve()
         elif grid.tensor_rank > 0:
             self._parts.end()

@@ -33,7 +33,7 @@ from lightning_axosparse.strategy.compat.internals import callbacks_of, override
 from lightning_axosparse.strategy.compat.loaders import first_step
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
-from lightning_axosparse.strategy.validation import validate_regrid_module
+from lightning_axosparse.strategy.validation import validate_layers
 from lightning_axosparse.support.messages import rank_zero_info
 
 
@@ -80,10 +80,10 @@ class Partitioner:
                 partition = partition_layers(
                     module, config.pipeline, sizes, config.g_inter, self._call_order
                 )
+        if config.parts > 1:
+            validate_layers(partition)
         if self.are_measured:
             validate_example_input(module)
-        if config.regrid is not None:
-            validate_regrid_module(module)
         return partition
 
     def balanced(self, partition: Partition) -> Partition:

@@ -341,7 +341,7 @@ class StageModule:
                 undo.callback(OwnSteps(optimizer).remove)
         if self.grid.world_size > 1:
             groups = self._reduction_groups()
-            self.reducer = GradientReducer(groups, self.grid.data_size, self._part)
+            self.reducer = GradientReducer(groups, self.grid.g_data, self._part)
             undo.callback(self.reducer.remove)
 
     def _detach(self) -> None:
@@ -378,10 +378,6 @@ class StageModule:
         """The ranks that keep the same values of a parameter of this rank; None for it alone."""
         group = self.groups.same_experts if parameter in self._spread else self.groups.data
         return None if group is None or group.size() == 1 else group
-
-    def own_loss_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients on this rank are those of the losses of its replica."""
-        return [p for p in self.sharding.held().values() if p not in self._spread]
 
     def sharing_batch(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Any]:
         """The ranks that have each a part of a batch's gradient of these parameters of this rank.

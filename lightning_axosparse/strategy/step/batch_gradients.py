@@ -36,10 +36,13 @@ class BatchGradients:
         self._trainer, self._module, self._precision = module.trainer, module, precision
         self._reducer, self._stashed, self._hooks = reducer, stashed, hooks
         self._factor = 1.0
+        self.share = 1.0
+        """What the loss counts, where replicas train on parts of a batch."""
 
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate the weighted loss of a micro-batch as Lightning would."""
         loss = loss / self._trainer.accumulate_grad_batches
+        loss = loss if self.share == 1 else loss * self.share
         self._module.backward(scale_loss(self._precision, loss))
 
     def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:

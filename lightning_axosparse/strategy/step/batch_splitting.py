@@ -13,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.batch_layout import (
     ASK,
@@ -24,11 +25,11 @@ from lightning_axosparse.pipeline.batch_layout import (
 )
 from lightning_axosparse.pipeline.microbatch import (
     MicroBatch,
+    counted,
     even_parts,
     one_size,
     samples,
     split,
-    weigh,
 )
 from lightning_axosparse.strategy.compat import loaders
 from lightning_axosparse.support.arguments import shown
@@ -62,34 +63,49 @@ class BatchSplitter:
         self._microbatches, self._fewest_samples = microbatches, fewest_samples
         self._known: dict[tuple[object, int], _LoaderBatches] = {}
 
+    def own_part(self, batch: Any, rest: Sequence[Any], grid: Grid) -> tuple[Any, float]:
+        """The part of a batch that this replica trains on, where others are given the same batch.
+
+        Args:
+            batch: the batch of the loader.
+            rest: the other arguments of the step.
+            grid: of the ranks.
+
+        Returns:
+            The part, and its samples as a multiple of those that a replica has on average. Of a
+            batch with fewer samples than replicas, some get one that does not count.
+        """
+        replicas, index = grid.replicas_per_batch, grid.part_of_batch
+        if replicas == 1:
+            return batch, 1.0
+        layout, count = self._loader(rest).layout(batch, replicas)
+        if not layout.dims:
+            return batch, 1.0
+        first, end = count * index // replicas, count * (index + 1) // replicas
+        if first == end:
+            return layout.cut(batch, 0, 1), 0.0
+        return layout.cut(batch, first, end), (end - first) * replicas / count
+
     def split_to_train(
         self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
     ) -> list[MicroBatch]:
         """Split a training batch into as many micro-batches as are wanted, if it is large enough.
 
-        Replicas that share batches or experts get equally many; collective over those that share
-        experts. ``rest`` are the other arguments of the step.
+        Replicas that share experts get equally many; collective over these. ``rest`` are the other
+        arguments of the step.
         """
-        fewest = self._fewest_samples
+        fewest, wanted = self._fewest_samples, self._microbatches
         return self._split(
-            batch,
-            rest,
-            groups,
-            lambda samples, wanted: min(wanted, max(1, min(samples) // fewest)),
+            batch, rest, groups, lambda samples: min(wanted, max(1, min(samples) // fewest))
         )
 
     def split_to_evaluate(
         self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
     ) -> list[MicroBatch]:
         """Split a batch into equal micro-batches, about as many as wanted; arguments as above."""
-        replicas_per_batch = groups.grid.replicas_per_batch
+        fewest, wanted = self._fewest_samples, self._microbatches
         return self._split(
-            batch,
-            rest,
-            groups,
-            lambda samples, wanted: even_parts(
-                gcd(*samples), wanted, replicas_per_batch, self._fewest_samples
-            ),
+            batch, rest, groups, lambda samples: even_parts(gcd(*samples), wanted, fewest)
         )
 
     def _split(
@@ -97,16 +113,15 @@ class BatchSplitter:
         batch: Any,
         rest: Sequence[Any],
         groups: ProcessGroups,
-        parts: Callable[[list[int], int], int],
+        parts: Callable[[list[int]], int],
     ) -> list[MicroBatch]:
-        replicas_per_batch = groups.grid.replicas_per_batch
-        wanted = -(-self._microbatches // replicas_per_batch) * replicas_per_batch
+        wanted = self._microbatches
         if wanted == 1:
-            return [MicroBatch(batch, samples(batch), 1.0)]
+            return [MicroBatch(batch, samples(batch))]
         if self._split_batch is not None:
-            return weigh(self._equally_many_parts(batch, wanted, groups), batch)
+            return counted(self._equally_many_parts(batch, wanted, groups), batch)
         layout, count = self._loader(rest).layout(batch, wanted)
-        return split(batch, parts(all_gather(count, groups.experts), wanted), layout)
+        return split(batch, parts(all_gather(count, groups.experts)), layout)
 
     def _equally_many_parts(self, batch: Any, wanted: int, groups: ProcessGroups) -> Any:
         """What the user's function makes of a batch, on all ranks with experts as many parts."""

@@ -1,477 +1,375 @@
-"""Compares what a step has shown of a whole batch with what it has of the batch's micro-batches."""
+"""Compares what layers and losses make of a whole batch with what they make of micro-batches.
+
+The step runs on the whole batch and on its micro-batches, without a trace. Layers have to give the
+same, and propagate gradients alike: one that uses statistics of the batch is an error. Where the
+losses of micro-batches, their gradients and what they log make up those of the batch, it may be
+differentiated by parts.
+
+Modules train as usual, but for BatchNorms, whose statistics are known to differ, and for dropout.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_axosparse.pipeline.batch_layout import children, is_array
-from lightning_axosparse.pipeline.dry_run import DryRun
-from lightning_axosparse.pipeline.loss.combination import (
-    Rule,
-    combine,
-    found_rules,
-    own_rule,
-    shares,
-    slopes,
-)
-from lightning_axosparse.pipeline.loss.outputs import merge, plain
-from lightning_axosparse.pipeline.loss.terms import Leaf, Term, leaves
-from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.state.batch_state import StateRules
-from lightning_axosparse.pipeline.state.values import same
-from lightning_axosparse.strategy.compat.logging import LogCall, LogKey, combined_calls
+from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.crossing.message import Activation, Message, relink
+from lightning_axosparse.pipeline.engine import KeepingStep
+from lightning_axosparse.pipeline.joining import Layout, Layouts, layer_of, learn, sent_tensors
+from lightning_axosparse.pipeline.loss.by_parts import FollowedLosses
+from lightning_axosparse.pipeline.loss.separable import InexactError, SampleTracker
+from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
+from lightning_axosparse.pipeline.profile import peak_bytes
+from lightning_axosparse.pipeline.rng import ComparedNumbers
+from lightning_axosparse.pipeline.stage_step import Batch, loss_of
+from lightning_axosparse.pipeline.state.layer_state import depends_on_samples, lent
+from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
+from lightning_axosparse.pipeline.state.values import MISSING, same
+from lightning_axosparse.pipeline.whole_batch import StepEnd
+from lightning_axosparse.strategy.compat.logging import alike
+from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.support.patched import patched
+from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see
 
-_MOST_COMPARISONS = 8
-"""Batches of a loader that are compared, where a step computes its values in ever new ways."""
-
-_ENOUGH_TO_FIT = 4
-"""Batches whose numbers a rule has to fit of which nothing else is known."""
-
-_LOSS = "loss", 0
-"""Stands among the names that are logged."""
+_Changes: TypeAlias = dict[int, list[Mapping[Place, Any]]]
+"""What passes change on layers, by stage."""
 
 
-class StepRules(NamedTuple):
-    """How the values of a step's micro-batches combine.
+class Found(NamedTuple):
+    """What a comparison has shown; can be pickled.
 
     Attributes:
-        loss: how the losses do.
-        needs_batch: whether the gradients of micro-batches depend on numbers of the whole batch, as
-            for :class:`LossWeights`; the same on all ranks.
-        logged: how the values under each logged name do.
-        state: how what the step changes on the module does; the same on all ranks.
-        fitted: the names whose rules follow from the numbers of a batch alone.
+        problem: why there was nothing to compare; empty if there was.
+        is_too_large: whether that is because the batch does not fit into memory.
+        layers: the first stage that gives something else for the batch, its layer in words, and by
+            how much.
+        layouts: how tensors lie, on the last stage.
+        draws: whether the step draws random numbers outside the layers.
+        reason: why losses do not make up that of the batch; empty if they do.
+        has_others: whether the step does something else than to log means and return a loss.
+        functions: hashes of the functions that the steps of micro-batches have called.
+        counted: attributes of layers that all micro-batches change alike, with their stages.
+        rewritten: parameters that passes set to the same each time, such as masked ones.
+        warnings: of attributes of layers that they do not.
     """
 
-    loss: Rule | None = None
-    needs_batch: bool = False
-    logged: Mapping[LogKey, Rule | None] = {}
-    state: StateRules = StateRules()
-    fitted: Collection[LogKey] = ()
-
-    def besides(self, earlier: StepRules) -> StepRules:
-        """These rules, and those of an earlier batch for what this one did not log or change."""
-        logged = {**earlier.logged, **self.logged}
-        known = earlier if self.loss is None else self
-        return self._replace(
-            loss=known.loss,
-            needs_batch=known.needs_batch,
-            logged=logged,
-            state=self.state.besides(earlier.state),
-            fitted={*earlier.fitted, *self.fitted},
-        )
+    problem: str = ""
+    is_too_large: bool = False
+    layers: tuple[int, str, float] | None = None
+    layouts: Mapping[Hashable, Layout] = {}
+    draws: bool = False
+    reason: str = ""
+    has_others: bool = False
+    functions: Collection[int] = ()
+    counted: Sequence[tuple[Place, int]] = ()
+    rewritten: Sequence[tuple[Place, int]] = ()
+    warnings: Sequence[str] = ()
 
 
-@dataclass
-class Compared:
-    """What those batches of a loader have shown of which the step was compared.
+class _ComparedStep(KeepingStep):
+    """Passes through one stage that fail without an end of the job."""
 
-    Attributes:
-        rules: how the values of micro-batches combine; None before the first batch.
-    """
-
-    rules: StepRules | None = None
-    _batches: int = 0
-    _signatures: list[Any] = field(default_factory=list)
-    _varied: set[tuple[Any, int]] = field(default_factory=set)
-
-    def is_enough(
-        self,
-        rules: StepRules,
-        programs: Collection[int],
-        losses: Sequence[Term],
-        calls: Mapping[LogKey, Sequence[LogCall]],
-        parts: Sequence[MicroBatch],
-    ) -> bool:
-        """Whether it shows how the values of another batch combine; if not, compare this one.
-
-        Batches combine alike if the step has called the same functions (``programs``), and taken
-        means whose denominators are proportional to samples in both or in neither. A number that
-        was the same in all micro-batches, such as a score of zero, has shown nothing. Nor does a
-        rule that fits the numbers of one batch have to fit those of others.
-        """
-        if self._batches == _MOST_COMPARISONS:
-            return True
-        terms = {key: [call.term for call in logged if call.term] for key, logged in calls.items()}
-        terms[_LOSS] = list(losses)
-        sizes = [float(part.size) for part in parts]
-        signature: dict[LogKey | None, Any] = {None: set(programs)}
-        varied = set()
-        for key, each in terms.items():
-            numbers = list(zip(*map(leaves, each), strict=False))  # those in one place together
-            signature[key] = len(each)
-            if len(each) == len(sizes):
-                means = (column for column in numbers if column[0].kind == "mean")
-                signature[key] = [_is_by_samples(column, sizes) for column in means]
-            places = [(key, place) for place in range(len(numbers))]
-            unseen = [each for each in places if each not in self._varied]
-            varied |= {each for each in unseen if _vary(numbers[each[1]])}
-        is_known = signature in self._signatures and not varied
-        if is_known and not (rules.fitted and self._batches < _ENOUGH_TO_FIT):
-            return True
-        self._signatures.append(signature)
-        self._varied |= varied
-        self._batches += 1
-        return self._batches == 1  # It was compared before it was used.
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
+        """Run the user's step; where it fails, or has failed before, the next stages do nothing."""
+        if received is None or not received.content.has_failed:
+            try:
+                return super().forward(microbatch, received)
+            except Exception as error:
+                self.batch.failures.append(f"{type(error).__name__}: {error}")
+        self.activations.append(Activation(has_failed=True))
+        return self.activations[-1]
 
 
-def _is_by_samples(means: Sequence[Leaf], sizes: Sequence[float]) -> bool:
-    """Whether the denominators of means are proportional to samples."""
-    return len({leaf.count / size for leaf, size in zip(means, sizes, strict=True)}) == 1
-
-
-def _vary(numbers: Sequence[Leaf]) -> bool:
-    """Whether numbers of samples are not the same in all micro-batches."""
-    first, *others = numbers
-    return first.kind != "same" and not all(same(first.value, each.value) for each in others)
-
-
-class Finding(NamedTuple):
-    """What the comparison has found.
-
-    Attributes:
-        kind: "error" for a loss that differs, "warning" for another value, "info" for what could
-            not be compared.
-        text: in words.
-        of_gradient: whether a loss is equal, and its gradient is not.
-        about: the value that it is about, which is named once; by default the text.
-    """
-
-    kind: Literal["error", "warning", "info"]
-    text: str
-    of_gradient: bool = False
-    about: str = ""
-
-
-class RankDryRun(NamedTuple):
-    """What a dry run has shown on this rank.
-
-    Attributes:
-        stages: what each of its stages has seen.
-        calls: what the step has logged, on the last stage.
-        values: the batch's value of each call as it combines by itself.
-        by_batch: the stages again, where the gradients were made with numbers of the whole batch;
-            none where the loss is not such a function.
-    """
-
-    stages: Mapping[int, DryRun]
-    calls: Mapping[LogKey, Sequence[LogCall]]
-    values: Mapping[LogKey, Any]
-    by_batch: Mapping[int, DryRun] = {}
-
-
-@dataclass
 class Comparison:
-    """Compares the dry run of a whole batch with that of its micro-batches, on the last stage.
-
-    Attributes:
-        tolerance: largest relative difference.
-        weights_given: whether the user has given the weights of micro-batches.
-        used: how the batch was trained before; None if it was not.
-        outputs_are_read: whether anybody gets what the step returns besides the loss.
-    """
-
-    name: str
-    parts: Sequence[MicroBatch]
-    tolerance: float
-    weights_given: bool
-    stage: int
-    used: StepRules | None
-    outputs_are_read: bool = False
-    findings: list[Finding] = field(default_factory=list)
-
-    def compare(self, whole: RankDryRun, cut: RankDryRun) -> tuple[StepRules, list[Finding]]:
-        """Return how values combine, and what does not combine."""
-        self.findings = []
-        (loss, needs_batch), logged, fitted = self._compare_losses(whole, cut), {}, set()
-        for key, (call, *_) in whole.calls.items():
-            calls = cut.calls.get(key, [])
-            if call.term is None or call.origin is not None or not calls:
-                self._compare_values(key[0], whole.values[key], cut.values.get(key))
-            else:
-                logged[key], is_fitted = self._compare_logged(key, call, calls)
-                fitted |= {key} if is_fitted else set()
-        if self.outputs_are_read:
-            self._compare_outputs(whole.stages[self.stage], cut.stages[self.stage])
-        return StepRules(loss, needs_batch, logged, fitted=fitted), self.findings
-
-    def is_equal(self, whole: RankDryRun, cut: RankDryRun) -> bool:
-        """Whether the losses make up the batch's, and so do their gradients."""
-        best = self._best(whole, cut)
-        return best is not None and best.is_equal
-
-    def slopes(self, whole: RankDryRun, cut: RankDryRun) -> list[list[Tensor]] | None:
-        """By how much the batch's loss changes with the numbers of each micro-batch.
-
-        None if weights of the losses say the same.
-        """
-        rule = self._rule_of_numbers(whole.stages[self.stage], cut.stages[self.stage])
-        return None if rule is None else slopes(cut.stages[self.stage].losses, self._sizes, rule)
-
-    @property
-    def _sizes(self) -> list[float]:
-        return [part.weight if self.weights_given else part.size for part in self.parts]
-
-    def _rule_of_numbers(self, whole: DryRun, cut: DryRun) -> Rule | None:
-        """The rule of a loss whose gradients depend on numbers of the batch; None of others."""
-        if self.weights_given or not whole.losses or len(cut.losses) < len(self.parts):
-            return None
-        if self.used is not None:
-            return self.used.loss if self.used.needs_batch else None
-        for rule in found_rules(whole.losses[0], cut.losses, self._sizes, self._is_batch):
-            value = combine(cut.losses, self._sizes, rule)
-            if self._is_batch(value, whole.losses[0], cut.losses):
-                weighs = isinstance(rule, str) or shares(cut.losses, self._sizes, rule)
-                return None if weighs else rule
-        return None
-
-    def _best(self, whole_batch: RankDryRun, parts: RankDryRun) -> _WeightedLoss | None:
-        """What losses make up by the rule that fits best; None where there are none."""
-        whole, cut = whole_batch.stages[self.stage], parts.stages[self.stage]
-        if not whole.losses or len(cut.losses) < len(self.parts):
-            return None
-        rules: Iterable[Rule | None] = ["samples"]
-        if not self.weights_given:
-            rules = found_rules(whole.losses[0], cut.losses, self._sizes, self._is_batch)
-            rules = rules if self.used is None else [self.used.loss]
-        tried = []
-        if (rule := self._rule_of_numbers(whole, cut)) is not None:
-            by_batch, rules = parts.by_batch.get(self.stage, cut), [] if self.used else rules
-            tried.append(self._weighted(whole, by_batch, rule, needs_batch=True))
-        for rule in rules:
-            if tried and tried[-1].is_equal:
-                break
-            tried.append(self._weighted(whole, cut, rule))
-        if tried[-1].is_equal:
-            return tried[-1]
-        return next((each for each in tried if each.is_equal_loss), tried[0])
-
-    def _compare_losses(self, whole: RankDryRun, cut: RankDryRun) -> tuple[Rule | None, bool]:
-        """How the losses combine, by value and by gradient, and if gradients need the batch."""
-        best = self._best(whole, cut)
-        if best is None:
-            return None, False
-        if best.is_equal:
-            return best.rule, best.needs_batch
-        theirs, ours = float(whole.stages[self.stage].losses[0].value), best.loss
-        if best.is_equal_loss:
-            what = (
-                f"the same loss ({theirs:.6g}) with another gradient: its largest entry differs by "
-                f"{best.gradient_difference:.1%}"
-            )
-        else:
-            what = f"{theirs:.6g} on the whole first batch and {ours:.6g}"
-        kind: Literal["error", "warning"] = "warning" if self.weights_given else "error"
-        self.findings.append(
-            Finding(
-                kind,
-                f"The loss of {self.name} is {what} on its {len(self.parts)} micro-batches. It is "
-                "not a mean or a sum over samples: it compares samples with each other, or takes a "
-                "statistic or a count of the batch in a way that does not combine. "
-                "AxoSparseStrategy(microbatches=1) is exact; microbatch_weight= says how "
-                "losses combine; check_first_batch=False compares "
-                "nothing." + see("losses"),
-                best.is_equal_loss,
-            )
-        )
-        return best.rule, best.needs_batch
-
-    def _weighted(
-        self, whole: DryRun, cut: DryRun, rule: Rule | None, needs_batch: bool = False
-    ) -> _WeightedLoss:
-        weights = LossWeights(self._sizes, sum(self._sizes), rule=rule)
-        if needs_batch:
-            final, loss = [1.0] * len(self.parts), float(combine(cut.losses, self._sizes, rule))
-        else:
-            for term in cut.losses:
-                weights.add(term)
-            factor = weights.factor()
-            final = [weights.weight(index) * factor for index in range(len(self.parts))]
-            # A micro-batch that counts for nothing, such as padding, may have a loss of NaN.
-            loss = sum(
-                float(term.value) * weight
-                for term, weight in zip(cut.losses, final, strict=True)
-                if weight
-            )
-        difference = max(
-            _gradient_difference(whole.gradients[0], cut.gradients, final),
-            _gradient_difference(whole.slopes[0], cut.slopes, final),
-        )
-        is_equal_loss = self._is_batch(loss, whole.losses[0], cut.losses)
-        # Gradients are differences of larger numbers.
-        is_equal = is_equal_loss and difference <= 10 * self.tolerance
-        return _WeightedLoss(rule, needs_batch, loss, difference, is_equal_loss, is_equal)
-
-    def _compare_logged(
-        self, key: LogKey, whole: LogCall, calls: Sequence[LogCall]
-    ) -> tuple[Rule | None, bool]:
-        """How the values under a name combine, and whether only their numbers show it."""
-        terms = [call.term for call in calls if call.term is not None]
-        sizes = [call.weight for call in calls]
-        assert whole.term is not None
-        if len(terms) == len(calls) == len(self.parts):
-            rules: Iterable[Rule | None] = found_rules(whole.term, terms, sizes, self._is_batch)
-            if self.used is not None and key in self.used.fitted:
-                rules = [self.used.logged[key]]
-            for rule in rules:
-                if self._is_batch(combine(terms, sizes, rule), whole.term, terms):
-                    return rule, rule != own_rule(terms, sizes)
-        self._compare_values(key[0], whole.value, combined_calls(calls, None))
-        return None, False
-
-    def _compare_values(self, name: str, theirs: Any, ours: Any) -> None:
-        if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
-            for key in theirs:
-                self._compare_values(f"{name}[{key!r}]", theirs[key], ours.get(key))
-        elif isinstance(theirs, Tensor) and not (
-            isinstance(ours, Tensor) and _is_close(ours, theirs, self.tolerance, ())
-        ):
-            ours = "nothing" if ours is None else f"{float(ours):.6g}"
-            self.findings.append(
-                Finding(
-                    "warning",
-                    f"`self.log({name!r}, ...)` in {self.name} logs {float(theirs):.6g} for the "
-                    f"whole first batch, and {ours} for its {len(self.parts)} micro-batches. Log "
-                    "means and sums, and tensors that torch computes from them; or a torchmetrics "
-                    "object, which gets all samples." + see("logging"),
-                    about=f"{name} in {self.name}",
-                )
-            )
-
-    def _compare_outputs(self, whole: DryRun, cut: DryRun) -> None:
-        """Compare what the step has returned, merged as hooks and callers get it."""
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # It is said where it is merged.
-                ours = merge(cut.outputs, self.parts)
-        except (RuntimeError, ValueError):  # which the run itself raises
-            return
-        for path, one, other in _pairs(plain(whole.outputs[0]), ours, ""):
-            is_loss = bool(whole.losses) and path in ("", "['loss']")
-            if is_loss or (other is not None and _is_close(other, one, self.tolerance, ())):
-                continue
-            self.findings.append(
-                Finding(
-                    "warning",
-                    f"What {self.name} returns{path and f' under {path}'} is {_brief(one, other)} "
-                    f"for the whole first batch, and {_brief(other, one)} for its "
-                    f"{len(self.parts)} micro-batches: it is not computed for each sample alone. "
-                    "AxoSparseStrategy(microbatches=1) is exact." + see("steps"),
-                    about=f"output{path} of {self.name}",
-                )
-            )
-
-    def _is_batch(self, value: Any, whole: Term, parts: Sequence[Term]) -> bool:
-        return _is_close(value, whole.value, self.tolerance, [part.value for part in parts])
-
-
-class _WeightedLoss(NamedTuple):
-    """What micro-batches make up by one rule."""
-
-    rule: Rule | None
-    needs_batch: bool
-    loss: float
-    gradient_difference: float
-    is_equal_loss: bool
-    is_equal: bool
-
-
-def _pairs(one: Any, other: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """The numbers in what a step has returned, and those in their places in something else."""
-    if is_array(one) or isinstance(one, float):
-        yield path, one, other
-        return
-    entries, others = children(one), children(other)
-    for key, each in entries.items():
-        yield from _pairs(each, others.get(key), path + key.text)
-
-
-def _brief(value: Any, other: Any) -> str:
-    """A number, or of an array the entry that differs most from that of another one."""
-    if value is None:
-        return "nothing"
-    one = torch.as_tensor(value).double()
-    if not one.dim():
-        return f"{float(one):.6g}"
-    if other is None or one.shape != torch.as_tensor(other).shape:
-        return f"of shape {tuple(one.shape)}"
-    number = int((one - torch.as_tensor(other).double()).abs().argmax())
-    return f"{float(one.flatten()[number]):.6g} at its entry {number}"
-
-
-_ROUNDING = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 3e-2}
-"""By how much equal values of a dtype may differ, relative to their size."""
-
-
-def _is_close(value: Any, expected: Any, tolerance: float, parts: Sequence[Any]) -> bool:
-    """Whether a combined value is that of the batch, to rounding.
+    """Compares a step on a batch with the same step on the batch's micro-batches.
 
     Args:
-        value: the combined value.
-        expected: that of the whole batch.
-        tolerance: relative to the largest of the numbers.
-        parts: the values of micro-batches, which may cancel.
+        run: what steps have in common.
+        step: the batch.
+        tolerance: largest relative difference of equal values.
     """
-    if isinstance(expected, Tensor):  # A run in double precision may log a metric in single.
-        tolerance = max(tolerance, _ROUNDING.get(expected.dtype, 0.0))
-    one, other = (torch.as_tensor(each).double().reshape(-1).cpu() for each in (value, expected))
-    if one.shape != other.shape:
-        return False
-    if not bool(torch.isfinite(other).all()):
-        return torch.equal(one.nan_to_num(), other.nan_to_num())
-    sizes = [torch.as_tensor(part).double().abs().nan_to_num().max() for part in (other, *parts)]
-    return bool((one - other).abs().nan_to_num(torch.inf).max() <= tolerance * max(sizes))
+
+    def __init__(self, run: OpenPipeline, step: Batch, tolerance: float) -> None:
+        self._run, self._tolerance = run, tolerance
+        self._module, self._stage_module = run.stage_module.module, run.stage_module
+        self._changes: _Changes = {}
+        self._rewinds = True
+        self._states: dict[int, ModuleState] = {}
+        stages = (*self._stage_module.stages, self._stage_module.layers.end)
+        self._numbers = {stage: ComparedNumbers(step.whole.size) for stage in stages}
+        self._step = replace(step, numbers=self._numbers, of_pass=self._noted)
+
+    def find(self, free: Callable[[], int], may_part: bool) -> Found:
+        """Compare; collective over the pipeline.
+
+        Args:
+            free: returns the bytes that this rank may still take.
+            may_part: whether the loss may be differentiated by parts, if it can.
+        """
+        stage_module, step = self._stage_module, self._step
+        group, first = stage_module.groups.whole, step.microbatches[:1]
+        with self._modes(), clock.paused(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with peak_bytes(stage_module.device) as peak:
+                _, of_first = self._passed(first)
+            taken = peak() * step.whole.size / first[0].size
+            if not all(all_gather(taken <= free(), group)):
+                text = f"its {step.whole.size} samples at once would not fit into memory"
+                return Found(text, is_too_large=True)
+            with patched(self, "_rewinds", False):
+                whole, of_whole = self._passed([step.whole])
+                _, of_again = self._passed(first)
+            for state in self._states.values():
+                state.rewind()
+            parts, of_parts = self._passed(step.microbatches)
+            found = self._compared(whole, parts)
+            found = found._replace(**_changed(of_first, of_again, of_whole, of_parts))
+            found = found._replace(warnings=[*found.warnings, *self._hooked()])
+            if stage_module.runs_last_stage and may_part and not found.problem:
+                found = self._with_losses(found, parts[stage_module.last_stage])
+            found = found._replace(draws=self._draws)
+        return _together(all_gather(found, group))
+
+    def _passed(self, parts: Sequence[MicroBatch]) -> tuple[dict[int, list[Activation]], _Changes]:
+        """Run forward passes; return what stages give, and what their layers change."""
+        self._changes = {}
+        step = replace(self._step, microbatches=parts)
+        steps = self._run.pipeline.forward(step, _ComparedStep)
+        return {stage: each.activations for stage, each in steps.items()}, self._changes
+
+    @contextmanager
+    def _noted(self, stage: int | None) -> Iterator[None]:
+        """Note what a pass through a stage changes on its layers, and put it back."""
+        stages = self._stage_module.stages
+        with self._run.layers_rewound([each for each in stages if each != stage]):
+            if stage is None:
+                yield
+                return
+            state = self._states[stage]
+            with state.writes():
+                try:
+                    yield
+                finally:
+                    changes = {place: lent(value) for place, value in state.changes().items()}
+                    self._changes.setdefault(stage, []).append(changes)
+                    if self._rewinds:
+                        state.rewind()
+
+    def _compared(
+        self, whole: Mapping[int, list[Activation]], parts: Mapping[int, list[Activation]]
+    ) -> Found:
+        """Compare what the stages of this rank give."""
+        stage_module, sizes = self._stage_module, self._step.sizes
+        layers: tuple[int, str, float] | None = None
+        layouts: Mapping[Hashable, Layout] = {}
+        for stage in stage_module.stages:
+            if any(each.has_failed for each in (*whole[stage], *parts[stage])):
+                return Found("a run raised " + ", ".join(self._step.failures or ["an error"]))
+            known, differences = learn(whole[stage][0], parts[stage], sizes, self._difference)
+            worst = [(key, by) for key, by in differences if not by <= self._tolerance]
+            if worst and layers is None:
+                key, by = worst[0]
+                layers = stage, self._named(stage, layer_of(key)), by
+            if stage == stage_module.last_stage:
+                layouts = known
+        return Found(layers=layers, layouts=layouts)
+
+    def _hooked(self) -> Iterator[str]:
+        """Warnings of modules inside layers that have hooks on their backward passes."""
+        layers = self._stage_module.layers
+        for stage in self._stage_module.stages if self._run.pipeline.is_divided else ():
+            for index in layers.part(stage):
+                for name, part in layers.layers[index].named_modules(prefix=layers.names[index]):
+                    if part._backward_hooks or part._backward_pre_hooks:
+                        yield (
+                            f"Backward hooks of {name!r} are called for each micro-batch, with its "
+                            "gradients, so losses and weights may differ from those of one process."
+                            + see("steps")
+                        )
+
+    def _named(self, stage: int, index: int) -> str:
+        """A layer in words; with -1 the last one of a stage, or one before it."""
+        names, part = self._stage_module.layers.names, self._stage_module.layers.part(stage)
+        if index >= 0 or len(part) == 1:
+            return f"layer {names[max(index, part[0])]!r}"
+        return f"one of the layers {names[part[0]]!r} to {names[part[-1]]!r}"
+
+    @property
+    def _draws(self) -> bool:
+        return any(numbers.draws_outside for numbers in self._numbers.values())
+
+    def _difference(self, one: Tensor, other: Tensor) -> float:
+        """How much two tensors differ, relative to the largest entry."""
+        if not (one.is_floating_point() or one.is_complex()):
+            return float((one != other).double().mean()) if one.numel() else 0.0
+        one, other = one.to(torch.promote_types(one.dtype, torch.float32)), other.to(one.dtype)
+        if not bool(other.isfinite().all()):
+            return float(not torch.equal(one.nan_to_num(), other.nan_to_num()))
+        scale = float(other.abs().max()) if other.numel() else 0.0
+        return float((one - other).abs().max()) / scale if scale else float(one.any())
+
+    def _with_losses(self, found: Found, activations: Sequence[Activation]) -> Found:
+        """Compare the losses, their gradients and what is logged, on the last stage."""
+        step, effects = self._step, self._run.effects
+        step = replace(step, layouts=Layouts({**step.layouts.known, **found.layouts}))
+        end = StepEnd(step, self._stage_module.layers, self._run.rng)
+        tracker = SampleTracker(effects.constants)
+        followed = FollowedLosses(step, tracker, self._stage_module.layers.end)
+        messages = [_differentiable(activation) for activation in activations]
+        gradients, has_others = list[Sequence[Tensor | None]](), False
+        try:
+            with torch.enable_grad():
+                joined = end.join([message.content for message in messages])
+                with effects.of_part(lambda value: None):
+                    loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
+                logged, effects.parts = effects.parts[0], []
+                expected = _gradients(loss, joined.tensors)
+                for part, message in zip(step.microbatches, messages, strict=True):
+                    with effects.of_part(tracker.of_tensor):
+                        output = end.rehearse(part, message, [tracker], followed=followed)
+                    followed.add(output, part)
+                    has_others |= effects.part_has_others(output)
+                    gradients.append(_gradients(loss_of(output), sent_tensors(message.content)))
+        except InexactError as error:
+            return found._replace(reason=str(error))
+        except Exception as error:
+            text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
+            return found._replace(reason=text)
+        finally:
+            tracker.forget()
+        calls = effects.combined(step.sizes)
+        has_others |= (
+            calls is None
+            or self._draws
+            or not alike(calls, logged, self._difference, self._tolerance)
+        )
+        found = found._replace(has_others=has_others, functions=followed.functions)
+        weights = followed.weights
+        if weights.problem:
+            return found._replace(reason=weights.problem)
+        combined = weights.combined([each.detach() for each in followed.losses])
+        difference = self._difference(combined, loss.detach())
+        final = [weights.weight(n) * weights.factor() for n in range(len(gradients))]
+        for index, whole in enumerate(joined.split(expected, step.sizes)):
+            for mine, of_part, weight in zip(whole, gradients, final, strict=True):
+                theirs = of_part[index]
+                if mine is not None and theirs is not None and mine.numel():
+                    found_any = [g for g in whole if g is not None and g.numel()]
+                    scale = max([1e-30, *(float(g.abs().max()) for g in found_any)])
+                    apart = float((mine - theirs * weight).abs().max()) / scale
+                    difference = max(difference, apart / 10)  # They are differences themselves.
+        if not difference <= self._tolerance:
+            return found._replace(
+                reason=f"micro-batches give {float(combined):.6g}, the batch {float(loss):.6g}, or "
+                f"gradients that differ by {difference:.1%}"
+            )
+        return found
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Have BatchNorms, dropout and RReLU in evaluation mode inside the context."""
+        still = [
+            part
+            for part in self._module.modules()
+            if isinstance(part, (Norm, _DropoutNd, nn.RReLU)) and part.training
+        ]
+        lacking = [part for part in still if isinstance(part, Norm) and part.running_mean is None]
+        for part in still:
+            part.training = False
+        for norm in lacking:
+            norm.running_mean, norm.running_var = _no_statistics(norm, self._stage_module.device)
+        with ExitStack() as stack:
+            for norm in lacking:
+                stack.callback(vars(norm)["_buffers"].update, running_mean=None, running_var=None)
+            for part in still:
+                stack.callback(setattr, part, "training", True)
+            stages = self._stage_module.stages
+            self._states = {stage: self._run.state_of_layers([stage], True) for stage in stages}
+            yield
 
 
-def _gradient_difference(
-    whole: Sequence[Tensor | None],
-    parts: Sequence[Sequence[Tensor | None]],
-    weights: Sequence[float],
-) -> float:
-    """The largest difference between gradients, relative to the largest entry."""
-    finite = all(
-        g is None or bool(torch.isfinite(g).all()) for each in (whole, *parts) for g in each
+def _no_statistics(norm: Norm, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Statistics with which a norm that has no running ones leaves its input as it is."""
+    dtype = torch.get_default_dtype() if norm.weight is None else norm.weight.dtype
+    zeros = torch.zeros(norm.num_features, dtype=dtype, device=device)
+    return zeros, zeros + 1
+
+
+def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    wanted = [tensor for tensor in tensors if tensor.requires_grad]
+    if not (wanted and loss.requires_grad):
+        return [None] * len(tensors)
+    found = iter(torch.autograd.grad(loss.sum(), wanted, allow_unused=True))
+    return [next(found) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _differentiable(activation: Activation) -> Message:
+    """What a layer gives, as the end of the step gets it in training."""
+    message = relink(activation)[1]
+    for tensor in message.tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.requires_grad_()
+    return message
+
+
+def _changed(first: _Changes, again: _Changes, whole: _Changes, parts: _Changes) -> dict[str, Any]:
+    """What micro-batches change on layers.
+
+    What becomes the same from whatever it was before, such as an auxiliary loss or a masked weight,
+    is no state.
+
+    Args:
+        first: by the first micro-batch.
+        again: by it, after the whole batch.
+        whole: by the whole batch.
+        parts: by each micro-batch, from the same state.
+    """
+    counted, rewritten = list[tuple[Place, int]](), list[tuple[Place, int]]()
+    warned = list[str]()
+    before, after, of_whole = map(_merged, (first, again, whole))
+    for stage, of_parts in parts.items():
+        places = dict.fromkeys(place for changes in of_parts for place in changes)
+        for place in places:
+            values = [changes.get(place, MISSING) for changes in of_parts]
+            if same(before.get(place, MISSING), after.get(place, MISSING)):
+                if isinstance(values[0], nn.Parameter):
+                    rewritten.append((place, stage))
+                continue
+            is_counted = all(same(value, of_whole.get(place, MISSING)) for value in values)
+            if is_counted and not isinstance(values[0], nn.Parameter):
+                counted.append((place, stage))
+            else:
+                warned.append(depends_on_samples(place))
+    return {"counted": counted, "rewritten": rewritten, "warnings": warned}
+
+
+def _merged(changes: _Changes) -> dict[Place, Any]:
+    return {place: value for each in changes.values() for place, value in each[0].items()}
+
+
+def _together(found: Sequence[Found]) -> Found:
+    """What the ranks of a pipeline have found, the same on all."""
+    problem = next((each.problem for each in found if each.problem), "")
+    layers = min((each.layers for each in found if each.layers is not None), default=None)
+    return Found(
+        problem,
+        any(each.is_too_large for each in found),
+        layers,
+        {key: layout for each in found for key, layout in each.layouts.items()},
+        any(each.draws for each in found),
+        next((each.reason for each in found if each.reason), ""),
+        any(each.has_others for each in found),
+        {function for each in found for function in each.functions},
+        [place for each in found for place in each.counted],
+        [place for each in found for place in each.rewritten],
+        list(dict.fromkeys(text for each in found for text in each.warnings)),
     )
-    if not finite or any(len(each) != len(whole) for each in parts):
-        return 0.0  # There is nothing to compare.
-    differences, scales = [0.0], [0.0]
-    for expected, *pieces in zip(whole, *parts, strict=True):
-        terms = [g * w for g, w in zip(pieces, weights, strict=True) if g is not None and w]
-        if expected is None:
-            expected = torch.zeros(())
-        joined = list(_joined(terms, expected))
-        if not joined:
-            continue
-        differences.append(min(float((ours - expected).abs().max()) for ours in joined))
-        scales += [float(each.abs().max()) for each in (expected, *terms)]
-    return max(differences) / max(scales) if max(scales) else 0.0
-
-
-def _joined(terms: Sequence[Tensor], whole: Tensor) -> Iterator[Tensor]:
-    """The gradients of micro-batches as that of the batch, in each order that samples may have.
-
-    Views of samples may follow one another: all first ones, and then all second ones.
-    """
-    if not terms:
-        yield torch.zeros_like(whole)
-    elif all(term.shape == whole.shape for term in terms):
-        yield torch.stack(list(terms)).sum(0)
-    else:
-        for dim, size in enumerate(whole.shape):
-            rest = whole.shape[:dim] + whole.shape[dim + 1 :]
-            sizes = [term.shape[dim] for term in terms]
-            alike = all(term.shape[:dim] + term.shape[dim + 1 :] == rest for term in terms)
-            if alike and sum(sizes) == size:
-                yield torch.cat(list(terms), dim)
-                for views in (2, 3, 4):
-                    if not any(each % views for each in sizes):
-                        columns = zip(*(term.chunk(views, dim) for term in terms), strict=True)
-                        yield torch.cat([part for column in columns for part in column], dim)

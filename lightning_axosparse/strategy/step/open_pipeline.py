@@ -1,19 +1,21 @@
-"""What the steps of a run share on one grid of ranks: stages, logging and metrics."""
+"""What the steps of a run share on one grid of ranks: stages, and the effects of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import torch
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
 from lightning_axosparse.pipeline.engine import Pipeline, agreed_order
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.state.batch_state import BatchState
+from lightning_axosparse.pipeline.state.layer_state import LayerState
+from lightning_axosparse.pipeline.state.module_state import ModuleState
 from lightning_axosparse.strategy.compat.callbacks import sync_advice_silenced
 from lightning_axosparse.strategy.compat.gradients import (
     pipeline_precision,
@@ -21,9 +23,10 @@ from lightning_axosparse.strategy.compat.gradients import (
     restore_precision,
     show_whole_gradients,
 )
-from lightning_axosparse.strategy.compat.logging import MicrobatchLog, MicrobatchPrint
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.stages.stage_module import StageModule
+from lightning_axosparse.strategy.step.effects import StepEffects
+from lightning_axosparse.support.patched import patched
 
 
 class OpenPipeline:
@@ -39,12 +42,12 @@ class OpenPipeline:
         limit: InFlightLimit,
         schedules: Sequence[str],
         precision: Precision,
-        rng: PipelineRNG,
         give_gradients: Callable[[], None],
     ) -> None:
         module, grid, groups = stage_module.module, stage_module.grid, stage_module.groups
         self.stage_module = stage_module
-        self.tracker = ReductionTracker(module.buffers())
+        part = grid.part_of_batch if grid.replicas_per_batch > 1 else None
+        self.rng = PipelineRNG(torch.initial_seed(), stage_module.device, part)
         with ExitStack() as undo:  # What fails half-way is undone.
             undo.callback(restore_precision, precision)
             pipeline_precision(
@@ -57,21 +60,16 @@ class OpenPipeline:
             replace_backward(precision, give_gradients)
             if stage_module.parts:
                 show_whole_gradients(precision, module.trainer, stage_module.parts.whole)
-            links = stage_module.links(limit.largest)
-            is_divided = len(stage_module.layers.parts) > 1
-            choice = ScheduleChoice(
-                schedules if is_divided else schedules[:1], partial(all_gather, group=groups.world)
-            )
             self.pipeline = Pipeline(
                 stage_module.layers,
-                links,
-                choice,
+                stage_module.links(limit.largest),
+                ScheduleChoice(schedules, partial(all_gather, group=groups.world)),
                 limit,
-                rng,
-                self.tracker,
+                self.rng,
                 stage_module.split,
                 partial(all_gather, group=groups.inter),
                 agreed_order(groups.ordered),
+                self._outer_parameters,
             )
             self.metrics = PipelinedMetrics(
                 module,
@@ -80,34 +78,47 @@ class OpenPipeline:
                 last_stage_rank=grid.pipeline[-1],
                 is_last_stage=stage_module.runs_last_stage,
             )
-            if not stage_module.runs_last_stage:
-                undo.callback(self.metrics.reset)
-            undo.callback(self.metrics.detach)
-            self.metrics.attach()
-            self.log = MicrobatchLog(module, self.tracker)
-            undo.enter_context(self.log.attached())
-            if groups.across_batches is None:
-                undo.enter_context(sync_advice_silenced())
-            self.state = BatchState(
-                module,
-                stage_module.stages,
-                stage_module.last_stage,
-                stage_module.sharding.stage_of,
-                groups.same_batch is not None,
-                stage_module.device,
+            undo.callback(self.metrics.end)
+            self.effects = StepEffects(
+                module, stage_module.layers.layers, self.metrics, groups.inter is not None
             )
-            undo.enter_context(stage_module.layers.followed_by(self.state))
-            self.prints = MicrobatchPrint(module)
-            undo.enter_context(self.prints.attached())
+            undo.enter_context(self.effects.attached())
+            self.layer_state = LayerState(module)
+            undo.enter_context(patched(stage_module.layers, "remember", self.layer_state.remember))
+            if groups.data is None:
+                undo.enter_context(sync_advice_silenced())
             self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Undo what creating it changed in the module; metrics keep the states that count."""
         self._undo.close()
 
-    def forget_batch(self) -> None:
-        """Drop what was recorded of the last batch."""
-        self.log.clear()
-        self.prints.clear()
-        self.tracker.forget()
-        self.tracker.programs.clear()
+    @contextmanager
+    def layers_rewound(self, stages: Collection[int]) -> Iterator[None]:
+        """Put back what is changed on layers of some stages inside the context."""
+        state = self.state_of_layers(stages, trained=True)
+        try:
+            with state.writes():
+                yield
+        finally:
+            state.rewind()
+
+    def state_of_layers(self, stages: Collection[int], trained: bool = False) -> ModuleState:
+        """What steps may change on layers, but for what code outside the layers may change, too.
+
+        Args:
+            stages: whose layers.
+            trained: whether parameters that are trained are captured, too.
+        """
+        layers = self.stage_module.layers
+        own = [layers.names[index] for stage in stages for index in layers.part(stage)]
+        return ModuleState(self.stage_module.module, self.effects.reached, own, trained)
+
+    def _outer_parameters(self) -> list[nn.Parameter]:
+        """The parameters outside the layers that are trained."""
+        sharding = self.stage_module.sharding
+        return [
+            parameter
+            for name, parameter in sharding.held().items()
+            if parameter.requires_grad and sharding.stage_of(name) is None
+        ]

@@ -121,7 +121,7 @@ def test_a_move_to_shorter_pipelines_is_shown(facts):
     assert rows(facts, "Regrid") == [
         ("stages", "4", "2"),
         ("replicas", "1", "2"),
-        ("replicas that share a batch", "1", "2"),
+        ("replicas that divide a batch", "1", "2"),
         ("bubble of equal stages", "15.8%", "11.1%"),
         ("time spent waiting", "10.0%", "15.0%"),
         ("first epoch", "1", "3"),

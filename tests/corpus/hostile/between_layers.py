@@ -190,7 +190,7 @@ class LoadBalanceOfRouters(Regression):
         return F.mse_loss(out, y) + 0.1 * self.model[3].balance
 
 
-@entry()
+@entry(crashes=True)
 class PenaltyByAGlobal(Regression):
     """A layer leaves its penalty in a list of the file."""
 

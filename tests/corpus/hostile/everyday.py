@@ -298,7 +298,7 @@ class HiddenStateOfEachSample(Regression):
         return F.mse_loss(out, y)
 
 
-@entry(equal=True, random=True)
+@entry(equal=True)
 class NoiseOfItsOwnGenerator(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -435,8 +435,14 @@ class WritesToTheLoggerItself(Regression):
         self.log_metrics = [row["own"] for row in self.loggers[0].rows if "own" in row]
 
 
-@entry(Regression, trainer={"precision": "bf16-mixed"})
+@entry(
+    Regression,
+    trainer={"precision": "bf16-mixed"},
+    rounding=40,
+    unread=("weight model.4.bias",),
+)
 def standardizes_in_half_precision(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    """The gradient of that bias is zero but for rounding: the mean is taken off."""
     out = self(x)
     return F.mse_loss((out - out.mean(0)) / (out.std(0) + 1e-3), y)
 

@@ -57,18 +57,18 @@ def masked_autoencoder(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return (error * mask).sum() / (mask.sum() * len(x))
 
 
-@entry(Autoencoder, random=True)
+@entry(Autoencoder)
 def denoising_autoencoder(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x + 0.1 * torch.randn_like(x)), x)
 
 
-@entry(Autoencoder, random=True)
+@entry(Autoencoder)
 def masks_by_random_numbers(self: Any, x: Tensor, y: Tensor) -> Tensor:
     mask = torch.rand(x.shape) < 0.5
     return ((self(x * ~mask) - x) ** 2 * mask).sum() / mask.sum()
 
 
-@entry(Autoencoder, random=True)
+@entry(Autoencoder)
 def masks_by_an_argsort_of_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """As masked autoencoders choose patches, for each sample."""
     order = torch.rand(len(x), FEATURES).argsort(dim=1)
@@ -76,21 +76,21 @@ def masks_by_an_argsort_of_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return ((self(x * (1 - mask)) - x) ** 2 * mask).sum(1).mean() / 3
 
 
-@entry(Variational, random=True)
+@entry(Variational)
 def variational(self: Any, x: Tensor, y: Tensor) -> Tensor:
     z, mu, logvar = self.encoded(x)
     kld = torch.mean(-0.5 * torch.sum(1 + logvar - mu**2 - logvar.exp(), dim=1), dim=0)
     return F.mse_loss(self.decoder(z), x) + 0.01 * kld
 
 
-@entry(Variational, random=True)
+@entry(Variational)
 def variational_of_sums(self: Any, x: Tensor, y: Tensor) -> Tensor:
     z, mu, logvar = self.encoded(x)
     rec = F.mse_loss(self.decoder(z), x, reduction="sum")
     return rec - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
 
 
-@entry(Variational, random=True)
+@entry(Variational)
 def variational_with_logs(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """As the classic module of Lightning's examples does it."""
     x, _ = batch
@@ -113,7 +113,7 @@ def variational_without_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self.decoder(mu), x) + 0.01 * kld
 
 
-@entry(Variational, random=True)
+@entry(Variational)
 def categorical_by_gumbel(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self.encoder(x)[:, :4]
     z = F.gumbel_softmax(logits, tau=0.7)
@@ -191,7 +191,7 @@ class Diffusion(Module):
         return Regression.dataset(seed)
 
 
-@entry(Diffusion, random=True)
+@entry(Diffusion)
 def denoising_diffusion(self: Any, x: Tensor, y: Tensor) -> Tensor:
     t = torch.randint(0, 10, (x.shape[0],), device=x.device)
     noise = torch.randn_like(x)
@@ -200,13 +200,13 @@ def denoising_diffusion(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self.model(noisy + self.times(t)), noise)
 
 
-@entry(Diffusion, random=True)
+@entry(Diffusion)
 def flow_matching(self: Any, x: Tensor, y: Tensor) -> Tensor:
     t, start = torch.rand(len(x), 1), torch.randn_like(x)
     return F.mse_loss(self.model((1 - t) * start + t * x), x - start)
 
 
-@entry(Diffusion, random=True)
+@entry(Diffusion)
 def diffusion_by_noise_of_a_generator(self: Any, x: Tensor, y: Tensor) -> Tensor:
     noise = torch.empty_like(x).normal_()
     t = torch.empty(len(x), dtype=torch.long).random_(0, 10)
@@ -221,35 +221,35 @@ def diffusion_with_times_of_the_data(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self.model(a.sqrt() * x + (1 - a).sqrt() * noise + self.times(t)), noise)
 
 
-@entry(Images, random=True)
+@entry(Images)
 def augments_each_image(self: Any, x: Tensor, y: Tensor) -> Tensor:
     flips = torch.rand(len(x), 1, 1, 1) < 0.5
     return F.cross_entropy(self(torch.where(flips, x.flip(-1), x)), y)
 
 
-@entry(Images, random=True)
+@entry(Images)
 def augments_all_images_alike(self: Any, x: Tensor, y: Tensor) -> Tensor:
     if torch.rand(()) < 0.5:
         x = x.flip(-1)
     return F.cross_entropy(self(x), y)
 
 
-@entry(Regression, random=True)
+@entry(Regression)
 def label_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y + 0.05 * torch.randn(y.shape))
 
 
-@entry(Regression, random=True)
+@entry(Regression)
 def dropout_as_on_a_gpu(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(torch.native_dropout(x, 0.2, self.training)[0]), y)
 
 
-@entry(Regression, random=True)
+@entry(Regression)
 def dropout_by_function(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(F.dropout(x, 0.2, self.training)), y)
 
 
-@entry(Regression, random=True)
+@entry(Regression)
 def bernoulli_mask(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x * torch.bernoulli(torch.full_like(x, 0.9))), y)
 

@@ -171,12 +171,12 @@ class VAEExperiment(Images):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.95)]
 
 
-@entry(random=True, trainer=DOUBLE)
+@entry(trainer=DOUBLE)
 class PyTorchVAE(VAEExperiment):
     pass
 
 
-@entry(random=True, reason=NORMS, trainer=DOUBLE)
+@entry(reason=NORMS, trainer=DOUBLE)
 class PyTorchVAEWithNorms(VAEExperiment):
     norm = True
 
@@ -186,7 +186,7 @@ class PyTorchVAEWithoutNoise(VAEExperiment):
     network = MeanVAE
 
 
-@entry(random=True, trainer=DOUBLE)
+@entry(trainer=DOUBLE)
 class PyTorchBetaVAE(VAEExperiment):
     network = BetaVAE
 
@@ -297,7 +297,7 @@ class UvAImageFlow(Flow):
     pass
 
 
-@entry(random=True, trainer=DOUBLE)
+@entry(trainer=DOUBLE)
 class UvAImageFlowWithDequantization(Flow):
     noise = True
 
@@ -387,7 +387,7 @@ class LucidrainsDiffusion(DDPM):
     pass
 
 
-@entry(random=True, trainer=DOUBLE)
+@entry(trainer=DOUBLE)
 class LucidrainsDiffusionWithNoise(DDPM):
     def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.randint(0, 10, (x.shape[0],), device=x.device), torch.randn_like(x)

@@ -120,7 +120,7 @@ def fail_on_rank_1() -> None:
 def test_abort_job_ends_all_ranks_and_says_why():
     with pytest.raises(AssertionError, match="ValueError: boom") as failure:
         run_ranks(2, fail_on_rank_1)
-    assert "Failed on rank 1 (stage 1 of replica 0)" in str(failure.value)
+    assert "Failed on rank 1 (stage 0 of replica 0)" in str(failure.value)
 
 
 def test_mpi_is_there():

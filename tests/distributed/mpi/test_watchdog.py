@@ -164,8 +164,8 @@ def test_ranks_that_share_no_memory_answer_by_mpi() -> None:
     ended, reported = run_ranks(2, far_apart)
     assert reported
     words = ended[0]
-    assert "rank 0 (stage 0 of replica 0)" in words
+    assert "rank 0 (stage 1 of replica 0)" in words
     assert "longer than timeout=1 s" in words
     assert "No answer" not in words
-    assert "rank 1 (stage 1 of replica 0)" in words
+    assert "rank 1 (stage 0 of replica 0)" in words
     assert "in training batch 7 of epoch 3" in words

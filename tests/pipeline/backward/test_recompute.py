@@ -72,7 +72,7 @@ def gradients(
     generator = torch.Generator().manual_seed(1)
     batch = torch.randn(16, WIDTH, generator=generator), torch.rand(16, 1, generator=generator)
     batch = tuple(tensor.to(next(model.parameters()).dtype) for tensor in batch)
-    train(pipe, step, batch, 4)
+    train(pipe, step, batch, 4, parted=True)
     layers.uninstall()
     calls = {layer.calls for layer in model.layers}
     assert calls == {4 if every is None else 8}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink, encode, tensors
+from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink, encode
 from lightning_axosparse.pipeline.engine import Pipeline
-from lightning_axosparse.pipeline.microbatch import split
-from tests.pipeline.test_engine import evaluate, learned, pipeline, train
+from lightning_axosparse.pipeline.joining import sent_tensors
+from lightning_axosparse.pipeline.whole_batch import RunAgain
+from lightning_axosparse.support.object_trees import object_leaves
+from tests.pipeline.test_engine import evaluate, learned, pipeline, run, train, training
 
 WIDTH, LAYERS = 6, 4
 
@@ -26,6 +29,13 @@ class Opened:
     """An output that is no pytree."""
 
     value: Tensor
+
+
+@dataclass
+class Locked(Opened):
+    """An output that cannot be pickled."""
+
+    lock: Any = field(default_factory=threading.Lock)
 
 
 class Wrap(nn.Module):
@@ -58,9 +68,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Activation]:
     messages: list[Activation] = []
     send = LoopbackLink.send_activation
 
-    def record(link: LoopbackLink, tree: Any) -> None:
-        messages.append(tree)
-        send(link, tree)
+    def record(link: LoopbackLink, activation: Activation) -> Any:
+        messages.append(activation)
+        return send(link, activation)
 
     monkeypatch.setattr(LoopbackLink, "send_activation", record)
     return messages
@@ -84,16 +94,15 @@ def assert_as_on_one_process(
     model, reference = network(), network()
     loss, expected = prepare(model), prepare(reference)
     batch = torch.randn(6, WIDTH)
-    for part in split(batch, 2):
-        (expected(part.batch) * part.weight).backward()
+    expected(batch).backward()
     with torch.no_grad():
         value = expected(batch)
     with staged(model) as pipe:
-        crossing = learned(pipe, loss, batch, 2)
-        train(pipe, loss, batch, 2, crossing)
+        known = learned(pipe, loss, batch, 2)
+        train(pipe, loss, batch, 2, known)
         with torch.no_grad():
-            outputs = evaluate(pipe, loss, batch, 1, crossing)
-    torch.testing.assert_close(outputs[0].value, value)
+            output = evaluate(pipe, loss, batch, 2, known)
+    torch.testing.assert_close(output, value)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
@@ -102,13 +111,13 @@ def train_as_learned(
     pipe: Pipeline, step: Callable[[Tensor], Tensor], batch: Tensor, sent: list[Activation]
 ) -> None:
     """Train with two micro-batches, and note only what those send."""
-    crossing = learned(pipe, step, batch, 2)
+    known = learned(pipe, step, batch, 2)
     sent.clear()
-    train(pipe, step, batch, 2, crossing)
+    train(pipe, step, batch, 2, known)
 
 
 def sizes(message: Activation) -> int:
-    return sum(tensor.nbytes for tensor in tensors(message) if tensor is not None)
+    return sum(tensor.nbytes for tensor in sent_tensors(message))
 
 
 def test_a_network_without_hooks_sends_its_activation_alone(sent: list[Activation]) -> None:
@@ -117,8 +126,8 @@ def test_a_network_without_hooks_sends_its_activation_alone(sent: list[Activatio
         train_as_learned(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), sent)
     assert len(sent) == 4
     for message in sent:
-        header, block = encode(message, torch.device("cpu"))
-        bare, same = encode(message.output, torch.device("cpu"))
+        header, block, _ = encode(message, torch.device("cpu"))
+        bare, same, _ = encode(message.output, torch.device("cpu"))
         assert torch.equal(block, same)
         assert len(header) <= len(bare) + 100
 
@@ -205,11 +214,11 @@ def test_hooks_that_begin_to_keep_something_are_followed() -> None:
     batch = torch.randn(6, WIDTH)
     with staged(model) as pipe:
         step = lambda x: loss(model, x)  # noqa: E731
-        crossing = learned(pipe, step, batch, 2)
+        known = learned(pipe, step, batch, 2)
         for network_ in (model, reference):
             for layer in network_:
                 layer.act.register_forward_hook(lambda m, args, output: kept.append(output.exp()))
-        value = train(pipe, step, batch, 2, crossing)
+        value = train(pipe, step, batch, 2, known)
     torch.testing.assert_close(value, loss(reference, batch).detach().float())
 
 
@@ -238,7 +247,7 @@ def test_what_a_hook_inside_a_layer_keeps_is_sent(what: str) -> None:
             kept.clear()
             y = model(x)
             assert len(kept) == LAYERS
-            leaves = [leaf for leaf in tensors(kept) if leaf is not None]
+            leaves = object_leaves(kept, Tensor)
             return y.mean() + sum(t.mean() * (i + 1) for i, t in enumerate(leaves))
 
         return loss
@@ -305,8 +314,9 @@ def test_an_object_that_cannot_be_sent_is_refused_by_name() -> None:
     model = network()
     kept: list[Tensor] = []
     for layer in model:
+        layer.wrap.forward = Locked
         layer.wrap.register_forward_hook(lambda m, args, output: kept.append(output.value))
-    words = r"hook of 'layers\.0\.wrap'.*wants an object of type 'Opened'"
+    words = r"hook of 'layers\.0\.wrap'.*wants an object of type 'Locked'"
     with staged(model) as pipe, pytest.raises(MisconfigurationException, match=words):
         train(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), 2)
 
@@ -345,7 +355,7 @@ def test_what_layers_append_to_a_list_is_sent_once(when: str) -> None:
     def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
         shared: list[Tensor] = []
         for layer in model:
-            layer.seen = shared
+            layer.seen = layer.act.seen = shared
             layer.tell = lambda layer, x: layer.seen.append(x.pow(2).mean())
 
         def loss(x: Tensor) -> Tensor:
@@ -371,6 +381,7 @@ def test_values_of_a_dict_are_sent() -> None:
             layer.tell = lambda layer, x, index=index: shared.update({index: x.pow(2).mean()})
 
         def loss(x: Tensor) -> Tensor:
+            shared.clear()
             y = model(x).mean()
             return y + sum(shared[index] * (index + 1) for index in range(LAYERS))
 
@@ -447,10 +458,12 @@ def test_an_attribute_as_large_as_attentions_is_sent_where_it_is_read(
     with staged(model) as pipe:
         train_as_learned(pipe, plain, batch, sent)
         assert {sizes(message) for message in sent} == {3 * WIDTH * 4}
-        with pytest.raises(
-            MisconfigurationException, match=r"'layers\.0\.seen', which a layer sets"
-        ):
-            train(pipe, reading, batch, 2, learned(pipe, plain, batch, 2))
+        known = learned(pipe, plain, batch, 2)
+        last = run(pipe, replace(training(reading, batch, 2), **known._asdict()))
+        assert (last.is_void, last.again) == (True, "reads")
+        with pytest.raises(RunAgain) as raised:
+            evaluate(pipe, reading, batch, 2, known)
+        assert "'layers.0.seen', which a layer sets" in str(raised.value.__cause__)
     assert_as_on_one_process(setting_maps)
 
 

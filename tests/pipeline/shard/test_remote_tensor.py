@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from lightning_axosparse.pipeline.shard.remote_tensor import RemoteTensor
+from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, RemoteTensor
 
 CPU = torch.device("cpu")
 
@@ -133,3 +134,33 @@ def test_a_change_of_a_view_ends_what_is_known() -> None:
     gradient = Two().far.grad
     gradient.detach().data.mul_(2)
     assert gradient.norm().is_meta
+
+
+class Ascends(torch.optim.SGD):
+    """Calls its closure again at weights that it has moved, as SAM does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        super().step()
+        closure()
+        return loss
+
+
+def test_an_optimizer_that_needs_gradients_twice_a_step_is_refused() -> None:
+    layer, calls = nn.Linear(2, 1), []
+    optimizer = Ascends(layer.parameters(), lr=0.1)
+    steps = OwnSteps(optimizer)
+
+    def closure() -> Tensor:
+        calls.append(None)
+        layer(torch.ones(1, 2)).sum().backward()
+        return torch.ones(())
+
+    with pytest.raises(
+        MisconfigurationException, match=r"more than once a step, as SAM.*g_inter=1"
+    ):
+        optimizer.step(closure)
+    assert len(calls) == 1
+    steps.remove()
+    assert optimizer.step(closure) == 1
+    assert len(calls) == 3

@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import sparsify
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient
+from lightning_axosparse.pipeline.state.layer_state import lent
 from lightning_axosparse.pipeline.state.module_state import (
     ModuleState,
     Place,
@@ -112,20 +114,28 @@ def step(module: Module) -> None:
     del module.function
 
 
+def rewound(state: ModuleState) -> dict[Place, Any]:
+    """Copies of what has changed, which is put back."""
+    changes = {place: lent(value) for place, value in state.changes().items()}
+    state.rewind()
+    assert state.changes() == {}
+    assert not state.rewind()
+    return changes
+
+
 def test_what_a_step_changes_is_named_and_put_back() -> None:
     torch.manual_seed(0)  # Of some weights the first iterations find the spectral norm to the bit.
     module = Module()
     before, held = copy.deepcopy(module.state_dict()), dict(vars(module))
     objects = [module.items, module.items[0], module.average, module.model[0].weight]
-    versions = [module.average._version, module.model[0].weight._version]
+    version = module.model[0].weight._version
     norm = module.model[2].running_mean.clone()
-    state = ModuleState(module)
-    assert state.rewind() == {}
-    with state.watched() as written:
+    state = ModuleState(module, trained=True)
+    assert not state.rewind()
+    with state.writes():
         step(module)
-    version = module.average._version
-    assert {"self.average", "self.model[0].weight", "self.items"} <= set(map(str, written))
-    changes = state.rewind()
+    of_average = module.average._version
+    changes = rewound(state)
     assert places(changes) == {
         *("self.steps", "self.average", "self.meters", "self.best.loss", "self.counts"),
         *("self.window", "self.items", "self.array", "self.seen", "self.hidden[0].weight"),
@@ -142,10 +152,9 @@ def test_what_a_step_changes_is_named_and_put_back() -> None:
     assert objects[2] is module.average
     assert objects[3] is module.model[0].weight
     assert module.items[2] is module.items
-    assert versions[1] == module.model[0].weight._version
-    assert version == module.average._version
+    assert version == module.model[0].weight._version
+    assert of_average == module.average._version
     assert vars(module).keys() == held.keys()
-    assert state.rewind() == {}
     assert torch.equal(module.model[2].running_mean, norm)  # though it is no change of the step's
     after = module.state_dict()
     others = {key for key in before if not key.startswith("metric")}
@@ -160,20 +169,22 @@ def test_a_configuration_of_hydra_is_left_as_it_is() -> None:
     module.config, module.held = config, [config]
     state = ModuleState(module)
     module.count = 1
-    assert state.rewind() == {Place((), "count"): 1}
+    assert rewound(state) == {Place((), "count"): 1}
     assert module.config is module.held[0] is config
     assert config.layers == [1, 2]
 
 
 def test_names_lead_back_to_the_values() -> None:
     module = Module()
-    state = ModuleState(module)
-    with state.watched():
+    state = ModuleState(module, trained=True)
+    with state.writes():
         step(module)
-    for place, value in state.rewind().items():
+    weight = module.model[0].weight.detach().clone()
+    for place, value in rewound(state).items():
         namespace = namespace_of(owner_of(module, place), place.name)
         write(module, place, value)
         assert same(namespace.get(place.name, MISSING), value) or place.name == "items"
+    assert torch.equal(module.model[0].weight, weight)
     assert module.meters["loss"].total == 0.5
     assert module.steps == 1
     assert owner_of(module, Place((("[]", "gone"),), "x")) is None
@@ -184,54 +195,113 @@ def test_names_are_those_of_layers_too() -> None:
     module[0].norm.meters = [Meter()]
     state = ModuleState(module)
     module[0].norm.meters[0].count = 3
-    (place,) = state.rewind()
+    (place,) = rewound(state)
     assert str(place) == "self[0].norm.meters[0].count"
-    assert place.dotted == "0.norm.meters"
 
 
 def test_a_sparse_weight_is_put_back() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     sparsify(module, {"0.weight": torch.eye(4, dtype=torch.bool)})
-    state = ModuleState(module)
+    state = ModuleState(module, trained=True)
     kept = next(p for p in module.parameters() if p.numel() == 4 and p.dim() == 1)
     before = kept.detach().clone()
-    with state.watched():
+    with state.writes():
         kept.data.mul_(2)
-    assert len(state.rewind()) == 1
+    assert len(rewound(state)) == 1
     assert torch.equal(kept, before)
 
 
-def test_tensors_of_other_stages_are_left_alone() -> None:
+def test_tensors_of_other_stages_and_divided_gradients_are_left_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4))
-    state = ModuleState(module)
-    with state.watched():
+    module.gradients = {"1.bias": DividedGradient(torch.ones(2), torch.Size([4]))}
+    state = ModuleState(module, trained=True)
+    with state.writes():
         module[1].bias.data += 1
-    assert places(state.rewind()) == {"self[1].bias"}
+    assert places(rewound(state)) == {"self[1].bias"}
 
 
 def test_a_buffer_that_is_replaced_or_deleted_is_put_back() -> None:
     module = Module()
     average, state = module.average, ModuleState(module)
     module.average = torch.ones(3)
-    assert places(state.rewind()) == {"self.average"}
+    assert places(rewound(state)) == {"self.average"}
     assert module.average is average
     del module.average
     module.average = 3
-    assert places(state.rewind()) == {"self.average"}
+    assert places(rewound(state)) == {"self.average"}
     assert module._buffers["average"] is average
     assert "average" not in vars(module)
 
 
-def test_hooks_that_are_registered_are_named_and_removed() -> None:
+def test_parameters_that_are_trained_are_captured_only_if_asked_for() -> None:
+    for trained in (True, False):
+        module = nn.Linear(2, 2)
+        module.weight.requires_grad_(False)
+        state = ModuleState(module, trained=trained)
+        assert state.has_parameters
+        with state.writes():
+            module.weight.data += 1
+            module.bias.data += 1
+        assert places(rewound(state)) == {"self.weight", *(["self.bias"] if trained else [])}
+
+
+def test_some_layers_are_captured_by_themselves_and_others_left_out() -> None:
+    module = Module()
+    inside = [id(part) for part in module.model.modules()]
+    own, rest = ModuleState(module, layers=["model.0"]), ModuleState(module, inside)
+    module.steps, module.model[0].calls, module.model[2].calls = 1, 1, 1
+    assert id(module.model[0]) in own.reached
+    assert id(module.meters["loss"]) in rest.reached
+    assert places(rewound(own)) == {"self.model[0].calls"}
+    assert places(rewound(rest)) == {"self.steps"}
+    assert module.model[2].calls == 1
+
+
+def test_a_later_state_is_gone_back_to_once_it_was_noted() -> None:
+    module = Module()
+    state = ModuleState(module, trained=True)
+    with state.writes():
+        step(module)
+    state.note()
+    assert state.changes() == {}
+    module.meters["accuracy"].total, module.made[0] = 2.0, 7.0
+    assert places(rewound(state)) == {"self.meters['accuracy'].total", "self.made"}
+    assert (module.steps, module.meters["accuracy"].total) == (1, 0.0)
+    assert torch.equal(module.made, torch.ones(3))
+
+
+def test_a_list_that_has_grown_tells_what_is_new() -> None:
+    module = Module()
+    module.other = [1]
+    state, items, window = ModuleState(module), Place((), "items"), Place((), "other")
+    assert state.grown(items) is None
+    module.items += [5, 6]
+    module.other = [1, 2]
+    assert state.grown(items) == [5, 6]
+    assert state.grown(window) is None, "it is another list"
+    assert [state.is_new(place) for place in (items, window)] == [False, True]
+    state.note()
+    module.items[0] = 7
+    module.items.append(8)
+    assert state.grown(items) is None, "it has changed besides"
+
+
+def test_hooks_that_a_step_registers_once_stay_with_its_note_of_it() -> None:
     module = nn.Sequential(nn.Linear(2, 2))
+    module.is_prepared, module.count, module.kept = False, 0, None
     state = ModuleState(module)
-    module[0].register_forward_hook(lambda *_: None)
-    (place, hooks), *others = state.rewind().items()
-    assert (str(place), place.is_of_hooks, len(hooks)) == ("self[0]._forward_hooks", True, 1)
-    assert not others
-    assert not module[0]._forward_hooks
-    write(module, place, hooks)
-    assert module[0]._forward_hooks == hooks
+
+    def step() -> None:
+        if not module.is_prepared:
+            module[0].register_forward_hook(lambda *_: None)
+            module.is_prepared, module.kept = True, []
+        module.count += 1
+
+    for _ in range(2):
+        step()
+        assert state.rewind()
+        assert len(module[0]._forward_hooks) == 1
+        assert (module.is_prepared, module.count, module.kept) == (True, 0, [])
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), VALUES), st.data())
@@ -253,13 +323,11 @@ def test_any_change_is_found_and_undone(values: dict[str, Any], data: Any) -> No
             vars(module)[name] = value
     different = {name for name in vars(module) if name not in vars(nn.Module())}
     different = {n for n in different if not same(before.get(n, MISSING), vars(module)[n])}
-    found = state.rewind()
-    assert {place.name for place in found} == different
+    assert {place.name for place in rewound(state)} == different
     now = {name: vars(module)[name] for name in values}
     assert all(now[name] is value for name, value in values.items())
     assert same(now, before)
     assert vars(module).keys() - values.keys() == vars(nn.Module()).keys()
-    assert state.rewind() == {}
 
 
 @given(VALUES)
@@ -280,11 +348,16 @@ def test_what_is_not_equal_is_not_the_same(one: Any, other: Any) -> None:
 
 
 def test_what_is_written_to_is_named_even_if_it_is_equal() -> None:
-    module = nn.Linear(2, 2)
+    """Large tensors are not compared; small ones are, as ``x.data`` makes no new version."""
+    module = nn.Linear(1, 2048)
     module.register_buffer("teacher", module.weight.detach().clone())
-    state = ModuleState(module)
-    with state.watched() as written:
+    module.register_buffer("small", torch.ones(2))
+    state = ModuleState(module, trained=True)
+    with state.writes():
         module.teacher.mul_(0.5).add_(0.5 * module.weight.detach())
         torch._foreach_mul_([module.bias.data], 1)
-    assert set(map(str, written)) == {"self.teacher", "self.bias"}
-    assert state.rewind() == {}
+        module.small.data.mul_(1)
+    assert places(rewound(state)) == {"self.teacher", "self.bias"}
+    module.small.data.mul_(2)
+    assert places(rewound(state)) == {"self.small"}
+    assert torch.equal(module.small, torch.ones(2))

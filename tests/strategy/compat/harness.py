@@ -1,7 +1,7 @@
-"""A stand-in for a pipeline: every rank has the whole module, but only the last stage's steps end.
+"""A stand-in for a pipeline: each rank has the whole module, but the last stage's steps count.
 
-What the other stages do is cut short where the module's ``net`` is called. The plain Trainer that
-each test compares with runs the same module without micro-batches.
+There the step runs once on the whole batch, after runs on its micro-batches, of which nothing
+counts. The plain Trainer that each test compares with runs the same module without micro-batches.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.strategy.compat.logging import MicrobatchLog
+from lightning_axosparse.distributed.process_groups import broadcast
+from lightning_axosparse.strategy.compat.logging import StepLog
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
-
-
-class Cut(BaseException):
-    """Leaves a step at the edge of a stage."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,10 @@ class Groups:
     def is_last(self) -> bool:
         return self.grid.stage == self.grid.g_inter - 1
 
-    def from_last_stage(self, value: Any) -> list[Any]:
-        values = [value]
-        if self.inter is not None:
-            dist.broadcast_object_list(values, src=self.last_rank, group=self.inter)
-        return values
+    def from_last_stage(self, value: Any) -> Any:
+        if self.inter is None:
+            return value
+        return broadcast(value, self.last_rank, self.inter)
 
 
 def alone() -> Groups:
@@ -71,7 +66,7 @@ def connect(g_inter: int) -> Groups:
 
 
 class CutStrategy(ParallelStrategy):
-    """Runs each step micro-batch by micro-batch, as far as this rank's stage gets."""
+    """Runs each step on micro-batches, and once on the batch where this rank has the last stage."""
 
     def __init__(self, microbatches: int, groups: Groups) -> None:
         super().__init__(cluster_environment=LightningEnvironment())
@@ -97,40 +92,31 @@ class CutStrategy(ParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         groups, module = self.groups, self.lightning_module
-        self.log = MicrobatchLog(module, ReductionTracker())
+        self.log = StepLog(module)
         self.metrics = PipelinedMetrics(
             module, groups.inter, groups.data, groups.last_rank, groups.is_last
         )
         self.attached = self.log.attached()
         self.attached.__enter__()
         self.metrics.attach()
-        self.edge = module.register_forward_pre_hook(cut)
-        if not groups.is_last:
-            self.edge = module.net.register_forward_pre_hook(cut)
 
     def teardown(self) -> None:
-        if "edge" in vars(self):
+        if "attached" in vars(self):
             self.metrics.detach()
             self.attached.__exit__(None, None, None)
-            self.edge.remove()
         super().teardown()
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> torch.Tensor:
         parts = [part.tensor_split(min(self.microbatches, len(part))) for part in batch]
-        microbatches = list(zip(*parts, strict=True))
-        losses = []
-        with self.metrics.batch(len(microbatches)):
-            for microbatch in microbatches:
-                size = len(microbatch[0])
-                try:
-                    with self.log.microbatch(size):
-                        losses.append(step(microbatch, *args) * size / len(batch[0]))
-                except Cut:
-                    continue
-        (logged,) = self.groups.from_last_stage(self.log.combine(self.metrics.batch_value))
-        self.log.replay(logged)
-        self.log.clear()
-        return sum(losses) if losses else torch.zeros((), requires_grad=True)
+        with self.log.ignored(), self.metrics.skipped():
+            for microbatch in zip(*parts, strict=True):
+                step(microbatch, *args)
+        loss = torch.zeros((), requires_grad=True)
+        if self.groups.is_last:
+            with self.log.recorded(), self.metrics.counted():
+                loss = step(batch, *args)
+        self.log.replay(self.groups.from_last_stage(self.log.calls))
+        return loss
 
     def training_step(self, *args: Any) -> torch.Tensor:
         return self.run(self.lightning_module.training_step, *args)
@@ -153,10 +139,6 @@ class CutStrategy(ParallelStrategy):
 
     def model_to_device(self) -> None:
         pass
-
-
-def cut(*args: Any) -> None:
-    raise Cut
 
 
 class ListLogger(Logger):

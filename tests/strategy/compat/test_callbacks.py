@@ -1,4 +1,4 @@
-"""ThroughputMonitor: what it is told of replicas and stages."""
+"""ThroughputMonitor and loggers: what they are told of replicas and stages."""
 
 from __future__ import annotations
 
@@ -46,31 +46,32 @@ def test_flops_are_compared_with_those_of_all_stages() -> None:
 
 
 SEEN: list[Any] = []
-"""Not on the module, whose state is put back after a dry run."""
+"""Not on the module, whose state is put back after runs that do not count."""
 
 
 class AsksForTheFolder(BoringModel):
     """Writes to `trainer.log_dir` in its step, as Lightning's documentation shows."""
 
-    def __init__(self, fails_first: bool) -> None:
+    def __init__(self, fails_first: int | None) -> None:
         super().__init__()
         self.layer = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))  # type: ignore[assignment]
         self.fails_first = fails_first
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         SEEN.append(self.trainer.log_dir)
-        if self.fails_first and len(SEEN) == 1 and self.trainer.strategy.grid.rank == 0:
-            raise ValueError("only in the check of the first batch")
+        if len(SEEN) == 1 and self.trainer.strategy.grid.rank == self.fails_first:
+            raise ValueError("only in the first run, which does not count")
         return super().training_step(batch, batch_idx)
 
 
-def folders(folder: Path, fails_first: bool) -> set[str]:
+def folders(folder: Path, fails_first: int | None, has_logger: bool) -> set[str]:
     model = AsksForTheFolder(fails_first)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
         max_steps=2,
-        logger=CSVLogger(folder, version=0),
+        default_root_dir=folder,
+        logger=CSVLogger(folder, version=0) if has_logger else False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -81,7 +82,12 @@ def folders(folder: Path, fails_first: bool) -> set[str]:
     return set(SEEN)
 
 
-@pytest.mark.parametrize("fails_first", [False, True])
-def test_the_folder_of_a_dry_run_is_that_of_training(tmp_path: Path, fails_first: bool) -> None:
-    expected = str(tmp_path / "lightning_logs" / "version_0")
-    assert run_ranks(2, folders, tmp_path, fails_first) == [{expected}] * 2
+@pytest.mark.parametrize(
+    ("fails_first", "has_logger"), [(None, True), (0, True), (1, True), (None, False)]
+)
+def test_the_folder_is_the_same_in_all_runs_of_a_step(
+    tmp_path: Path, fails_first: int | None, has_logger: bool
+) -> None:
+    expected = tmp_path / "lightning_logs" / "version_0" if has_logger else tmp_path
+    found = run_ranks(2, folders, tmp_path, fails_first, has_logger)
+    assert found == [{str(expected)}] * 2

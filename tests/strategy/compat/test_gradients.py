@@ -103,19 +103,25 @@ def test_who_sees_gradients_being_cleared(
 
 
 MICROBATCHES = 2
+RUNS = [("whole", 1), ("parts", MICROBATCHES)]
+"""How the loss is differentiated, and how often a step runs that is not compared."""
 
 
 class InStep(Net):
-    """Counts the gradients of the step before that still exist in each step."""
+    """Counts the gradients of the step before that still exist in each run of a step."""
 
-    def __init__(self) -> None:
+    def __init__(self, alive: list[list[int]]) -> None:
         super().__init__()
         self.outside = nn.Parameter(torch.ones(CLASSES))  # in no optimizer
-        self.alive: list[int] = []
+        self.note = lambda found: alive[-1].append(found)  # It changes nothing on the module.
+        self.begin = lambda: alive.append([])
         self._gradients: list[Any] = []
 
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begin()
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.alive.append(sum(gradient() is not None for gradient in self._gradients))
+        self.note(sum(gradient() is not None for gradient in self._gradients))
         return nn.functional.cross_entropy(self(batch[0]) * self.outside, batch[1])
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -125,13 +131,9 @@ class InStep(Net):
         return torch.optim.SGD(self.model.parameters(), lr=0.1)
 
 
-def pipeline() -> AxoSparseStrategy:
-    """Micro-batches on one rank, whose steps alone are run."""
-    return AxoSparseStrategy(1, MICROBATCHES, check_first_batch=False)
-
-
-def fitted(strategy: Any, accumulated: int) -> InStep:
-    module = InStep()
+def fitted(strategy: Any, accumulated: int) -> tuple[InStep, list[list[int]]]:
+    alive: list[list[int]] = []
+    module = InStep(alive)
     torch.manual_seed(0)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
@@ -139,20 +141,26 @@ def fitted(strategy: Any, accumulated: int) -> InStep:
     double = {"precision": "64-true", "accumulate_grad_batches": accumulated}
     run = trainer(strategy, max_epochs=1, **double)
     run.fit(module, loader(1, batches=4))
-    return module
+    return module, alive
 
 
-def test_gradients_of_the_last_step_are_freed_before_the_next() -> None:
-    module, other = (fitted(each, 1) for each in (pipeline(), "auto"))
-    assert module.alive == 4 * MICROBATCHES * [0]
+@pytest.mark.parametrize(("loss", "runs"), RUNS)
+def test_gradients_of_the_last_step_are_freed_before_the_next(loss: Any, runs: int) -> None:
+    module, alive = fitted(AxoSparseStrategy(1, MICROBATCHES, loss=loss), 1)
+    other, _ = fitted("auto", 1)
+    assert alive[2] == runs * [0], "this batch is not compared"
+    assert [found[-runs:] for found in alive] == 4 * [runs * [0]]
     assert module.outside.grad is not None  # It goes on growing, as nothing clears it.
     torch.testing.assert_close(module.outside.grad, other.outside.grad)
 
 
-def test_accumulated_gradients_are_kept() -> None:
-    module, other = (fitted(each, 2) for each in (pipeline(), "auto"))
+@pytest.mark.parametrize(("loss", "runs"), RUNS)
+def test_accumulated_gradients_are_kept(loss: Any, runs: int) -> None:
+    module, alive = fitted(AxoSparseStrategy(1, MICROBATCHES, loss=loss), 2)
+    other, _ = fitted("auto", 2)
     weights = len(list(module.model.parameters()))
-    assert module.alive == 2 * (MICROBATCHES * [0] + MICROBATCHES * [weights])
+    assert alive[2] == runs * [0]
+    assert [found[-runs:] for found in alive] == 2 * [runs * [0], runs * [weights]]
     torch.testing.assert_close(module.state_dict(), other.state_dict())
 
 

@@ -172,7 +172,7 @@ def test_ranks_of_mpiexec_save_and_say_why_they_end(tmp_path: Path, expected: An
     with pytest.raises(AssertionError) as failure:
         run_ranks(2, fail_under_mpiexec, tmp_path)
     for rank in range(2):
-        assert f"Failed on rank {rank} (stage {rank} of replica 0)" in str(failure.value)
+        assert f"Failed on rank {rank} (stage {1 - rank} of replica 0)" in str(failure.value)
     saved = torch.load(tmp_path / "given.ckpt", weights_only=False)
     torch.testing.assert_close(saved["state_dict"], expected)
 

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import inspect
 import io
-import math
 import pickle
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout, suppress
 from typing import Any
 
@@ -19,12 +17,11 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
 from torch import Tensor
-from torchmetrics import CatMetric, MeanMetric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.loss.combination import Rule
-from lightning_axosparse.pipeline.loss.reductions import ReductionTracker
-from lightning_axosparse.strategy.compat.logging import LoggedValue, MicrobatchLog
+from lightning_axosparse.pipeline.loss.separable import Note, Total
+from lightning_axosparse.strategy.compat.logging import LogCall, PrintCall, StepLog, alike, combined
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
 from tests.strategy.compat.harness import CutStrategy, History, alone, assert_same, fit
@@ -44,27 +41,19 @@ class Listener(LightningModule):
         self.calls.append((name, value, options))
 
 
-class Extremes(CatMetric):
-    """Has several values."""
-
-    def compute(self) -> dict[str, Tensor]:
-        values = super().compute()
-        return {"low": values.min(), "high": values.max()}
-
-
-def attached(module: LightningModule) -> MicrobatchLog:
-    log = MicrobatchLog(module, ReductionTracker())
+def attached(module: LightningModule) -> StepLog:
+    log = StepLog(module)
     module.undo = ExitStack()
     module.undo.enter_context(log.attached())
     return log
 
 
-def record(
-    module: Listener, log: MicrobatchLog, size: int, *calls: tuple[Any, dict[str, Any]]
-) -> None:
-    with log.microbatch(size):
-        for value, options in calls:
-            module.log("name", value, **options)
+def logged(name: str, value: Any, note: Note = None, **options: Any) -> LogCall:
+    return LogCall(name, torch.tensor(value), None, {"reduce_fx": "mean", **options}, note)
+
+
+def mean_over(*counts: float) -> Total:
+    return Total("mean", frozenset(counts))
 
 
 def without_metrics(history: History) -> list[dict[str, float]]:
@@ -79,7 +68,7 @@ def module() -> Listener:
 
 
 @pytest.fixture
-def log(module: Listener) -> MicrobatchLog:
+def log(module: Listener) -> StepLog:
     return attached(module)
 
 
@@ -142,121 +131,101 @@ def test_early_stopping_stops_at_the_same_epoch() -> None:
     assert stops[1] == pytest.approx(stops[0], rel=1e-6)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.floats(-1e3, 1e3, width=32)), min_size=1, max_size=8)
-)
-def test_reductions(microbatches: list[tuple[int, float]]) -> None:
-    values = torch.tensor([value for _, value in microbatches], dtype=torch.float64)
-    sizes = torch.tensor([size for size, _ in microbatches], dtype=torch.float64)
-    expected = {
-        "mean": (values * sizes).sum() / sizes.sum(),
-        "sum": values.sum(),
-        "min": values.min(),
-        "max": values.max(),
-    }
-    for reduction, value in expected.items():
-        module = Listener()
-        log = attached(module)
-        for size, logged in microbatches:
-            record(module, log, size, (torch.tensor(logged), {"reduce_fx": reduction}))
-        (combined,) = log.combine()
-        assert combined.value.dtype == torch.float32
-        torch.testing.assert_close(combined.value.double(), value, rtol=1e-5, atol=1e-3)
-        assert "batch_size" not in combined.options
-
-
-def followed(
-    step: Callable[[LightningModule, Tensor], None],
-    sizes: list[int],
-    rules: dict[tuple[str, int], Rule | None] | None = None,
-) -> LoggedValue:
-    """What a step that logs once makes of a batch of 0, 1, 2, ..."""
-    module, tracker = Listener(), ReductionTracker([SCALES])
-    log = MicrobatchLog(module, tracker)
-    for part in torch.arange(float(sum(sizes))).split(sizes):
-        with log.attached(), tracker.microbatch(len(part)), log.microbatch(len(part)):
-            with torch.no_grad():
-                step(module, part)
-    (combined,) = log.combine(rules=rules or {})
-    return combined
-
-
-SCALES = torch.tensor([1.0, 2.0])
-LOGGED: dict[str, tuple[Callable[[LightningModule, Tensor], None], float]] = {
-    "penalty": (lambda m, x: m.log("a", SCALES.sum()), 3),
-    "penalty, added up": (lambda m, x: m.log("a", SCALES.sum(), reduce_fx="sum"), 3),
-    "a mean": (lambda m, x: m.log("a", x.mean()), 2),
-    "its number": (lambda m, x: m.log("a", x.mean().item()), 2),
-    "root": (lambda m, x: m.log("a", x.pow(2).mean().sqrt()), 6**0.5),
-    "exponential": (lambda m, x: m.log("a", x.mean().exp()), math.exp(2)),
-    "ratio of counts": (lambda m, x: m.log("a", (x > 1).sum() / (x < 4).sum()), 3 / 4),
-    "a given weight": (lambda m, x: m.log("a", len(x) * 1.5, batch_size=1), 3.75),
-    "learning rate": (lambda m, x: m.log("a", 0.25), 0.25),
-    "largest": (lambda m, x: m.log("a", x.max(), reduce_fx="max"), 4),
-}
-
-
-@pytest.mark.parametrize("name", LOGGED)
-def test_what_is_known_of_a_number_without_a_comparison(name: str) -> None:
-    step, value = LOGGED[name]
-    combined = followed(step, [3, 2])
-    torch.testing.assert_close(combined.value, torch.tensor(float(value)))
-
-
-RULED: dict[str, tuple[Callable[[LightningModule, Tensor], None], Rule, float]] = {
-    "samples": (lambda m, x: m.log("a", len(x)), "sum", 5),
-    "largest": (lambda m, x: m.log("a", x.max()), "max", 4),
-    "a number a sample": (lambda m, x: m.log("a", x.sum().item() / len(x)), "samples", 2),
-}
-
-
-@pytest.mark.parametrize("name", RULED)
-def test_a_rule_says_how_numbers_combine(name: str) -> None:
-    step, rule, value = RULED[name]
-    combined = followed(step, [3, 2], {("a", 1): rule})
-    torch.testing.assert_close(combined.value, torch.tensor(float(value)))
-
-
-def test_given_batch_sizes_weigh_and_add_up(module: Listener, log: MicrobatchLog) -> None:
-    record(module, log, 5, (1.0, {"batch_size": 30}))
-    record(module, log, 5, (2.0, {"batch_size": 10}))
-    record(module, log, 5, (torch.tensor(torch.nan), {"batch_size": 0}))
-    (combined,) = log.combine()
-    assert combined.value == 1.25
-    assert combined.options["batch_size"] == 40
-
-
-def test_a_name_logged_twice_in_a_step_stays_two_calls(
-    module: Listener, log: MicrobatchLog
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(-9, 9, width=32)), min_size=1, max_size=8))
+def test_means_and_sums_of_micro_batches_make_up_those_of_the_batch(
+    parts: list[tuple[int, float]],
 ) -> None:
-    record(module, log, 1, (1.0, {}), (10.0, {}))
-    record(module, log, 1, (3.0, {}), (30.0, {}))
-    assert [float(combined.value) for combined in log.combine()] == [2.0, 20.0]
+    sizes = [size for size, _ in parts]
+    calls = [
+        [logged("a", value, mean_over(size)), logged("b", value, Total("sum"), batch_size=size)]
+        for size, value in parts
+    ]
+    made = combined(calls, sizes)
+    assert made is not None
+    mean, total = made
+    assert isinstance(mean, LogCall)
+    assert isinstance(total, LogCall)
+    expected = sum(size * value for size, value in parts) / sum(sizes)
+    assert float(mean.value) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert float(total.value) == pytest.approx(sum(value for _, value in parts), abs=1e-4)
+    assert total.options["batch_size"] == sum(sizes)
+    assert "batch_size" not in mean.options
 
 
-def test_a_step_that_is_cut_short_leaves_nothing(module: Listener, log: MicrobatchLog) -> None:
-    with suppress(KeyError), log.microbatch(1):
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [[logged("a", 1.0)], [logged("a", 2.0)]],
+        [[logged("a", 1.0, mean_over(2))], [logged("b", 2.0, mean_over(2))]],
+        [[logged("a", 1.0, mean_over(2))], []],
+        [[PrintCall(("x",), {}, None)], [PrintCall(("x",), {}, None)]],
+        [[LogCall("a", 1.0, None, {}, mean_over(2))], [LogCall("a", 1.0, None, {}, mean_over(2))]],
+    ],
+    ids=["unknown", "other names", "missing", "prints", "numbers"],
+)
+def test_nothing_else_makes_up_what_the_batch_logs(parts: Any) -> None:
+    assert combined(parts, [2, 2]) is None
+
+
+def test_calls_are_alike_by_value_name_and_options() -> None:
+    def differ(one: Tensor, other: Tensor) -> float:
+        return float((one - other).abs())
+
+    one = logged("a", 1.0)
+    assert alike([one], [logged("a", 1.0, mean_over(2))], differ, 1e-9)
+    for other in (logged("b", 1.0), logged("a", 1.1), logged("a", 1.0, prog_bar=True)):
+        assert not alike([one], [other], differ, 1e-9)
+    assert not alike([one], [], differ, 1e-9)
+    assert not alike([one], [PrintCall(("x",), {}, None)], differ, 1e-9)
+
+
+def test_what_is_recorded_reaches_nobody_until_it_is_replayed(
+    module: Listener, log: StepLog
+) -> None:
+    with log.recorded():
+        module.log("name", 1.0)
+    assert module.calls == []
+    log.replay(log.calls)
+    assert module.calls == [("name", 1.0, {"reduce_fx": "mean"})]
+    module.log("outside", 2.0)
+    assert module.calls[1:] == [("outside", 2.0, {})]
+
+
+def test_what_is_ignored_reaches_nobody_but_its_values_are_taken(
+    module: Listener, log: StepLog
+) -> None:
+    taken: list[Any] = []
+    with log.ignored(taken.append):
+        module.log("name", 1.0)
+        module.print("words")
+    assert (module.calls, log.calls, taken) == ([], [], [1.0])
+
+
+def test_a_step_that_is_cut_short_is_forgotten_by_the_next(module: Listener, log: StepLog) -> None:
+    with suppress(KeyError), log.recorded():
         module.log("name", 1.0)
         raise KeyError
-    assert log.combine() == []
+    with log.recorded():
+        pass
+    assert log.calls == []
     module.log("outside", 2.0)
     assert module.calls == [("outside", 2.0, {})]
 
 
-def test_replay_brings_metrics_by_their_path(module: Listener, log: MicrobatchLog) -> None:
-    with log.microbatch(2):
+def test_replay_brings_metrics_by_their_path(module: Listener, log: StepLog) -> None:
+    with log.recorded():
         module.metric(torch.tensor([1.0, 2.0]))
         module.log("mean", module.metric, prog_bar=True)
         module.scores(torch.tensor([5.0]))
         module.log_dict(module.scores, on_epoch=True)
-    values = pickle.loads(pickle.dumps(log.combine()))
-    assert [(value.metric, float(value.value)) for value in values] == [
+    calls = pickle.loads(pickle.dumps(log.calls))
+    assert [(call.metric, float(call.value)) for call in calls] == [
         ("metric", 1.5),
         ("scores.mean", 5.0),
     ]
 
     elsewhere = Listener()
-    MicrobatchLog(elsewhere, ReductionTracker()).replay(values)
+    StepLog(elsewhere).replay(calls)
     (_, metric, options), (_, member, _) = elsewhere.calls
     assert metric is elsewhere.metric
     assert metric._forward_cache == 1.5
@@ -265,46 +234,21 @@ def test_replay_brings_metrics_by_their_path(module: Listener, log: MicrobatchLo
     assert member is elsewhere.scores["mean"]
 
 
-def test_what_a_metric_returned_is_known_by_its_identity(
-    module: Listener, log: MicrobatchLog
-) -> None:
-    module.extremes = Extremes()
-    with log.microbatch(2):
-        tensor = module.metric(torch.tensor([1.0, 2.0]))
-        module.log("tensor", tensor)
-        module.log("computed", tensor + 0)
-        module.log_dict(module.extremes(torch.tensor([1.0, 2.0])))
-    exact = {id(module.metric): 7.0, id(module.extremes): {"low": 8.0, "high": 9.0}}
-    values = log.combine(lambda metric: exact.get(id(metric)))
-    assert {logged.name: float(logged.value) for logged in values} == {
-        "tensor": 7.0,
-        "computed": 1.5,
-        "low": 8.0,
-        "high": 9.0,
-    }
-
-
-def test_values_are_detached_copies(module: Listener, log: MicrobatchLog) -> None:
+def test_values_are_detached_copies(module: Listener, log: StepLog) -> None:
     value = torch.ones((), requires_grad=True)
-    record(module, log, 1, (value, {"enable_graph": True}))
+    with log.recorded():
+        module.log("name", value, enable_graph=True)
     with torch.no_grad():
         value.mul_(7)
-    (combined,) = log.combine()
-    assert combined == LoggedValue(
-        "name", torch.tensor(1.0), None, {"enable_graph": True, "reduce_fx": "mean"}
-    )
-    assert not combined.value.requires_grad
-
-
-def test_clear_forgets(module: Listener, log: MicrobatchLog) -> None:
-    record(module, log, 1, (1.0, {}))
-    log.clear()
-    assert log.combine() == []
+    (call,) = log.calls
+    options = {"enable_graph": True, "reduce_fx": "mean"}
+    assert call == LogCall("name", torch.tensor(1.0), None, options)
+    assert not call.value.requires_grad
 
 
 def test_the_module_gets_its_own_log_back() -> None:
     module = Listener()
-    log = MicrobatchLog(module, ReductionTracker())
+    log = StepLog(module)
     with log.attached():
         assert "log" in vars(module)
     assert "log" not in vars(module)
@@ -322,14 +266,14 @@ def test_the_module_gets_its_own_log_back() -> None:
 )
 def test_refused(
     module: Listener,
-    log: MicrobatchLog,
+    log: StepLog,
     value: Any,
     options: dict,
     error: type[Exception],
     message: str,
 ) -> None:
-    with pytest.raises(error, match=message):
-        record(module, log, 1, (value, options))
+    with pytest.raises(error, match=message), log.recorded():
+        module.log("name", value, **options)
 
 
 class TestAssumptionsAboutLightning:
@@ -366,8 +310,6 @@ class Printing(Net):
         self.print("before", batch_idx, sep="-")
         loss = super().training_step(batch, batch_idx)
         self.print("behind", end="!\n")
-        if self.accuracy.update_count == 2 and batch_idx == 0:
-            self.print("second")
         return loss
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -384,7 +326,7 @@ def printed(strategy: Any, ranks: int = 1, module: type[Net] = Printing) -> list
         run, net = trainer(strategy, ranks, max_epochs=1), module()
         run.fit(net, loader(1, batches=2))
         run.predict(net, loader(1, batches=1), return_predictions=False)
-    kinds = "before", "behind", "second", "predicts", "epoch"
+    kinds = "before", "behind", "predicts", "epoch"
     return [line for line in out.getvalue().splitlines() if line.startswith(kinds)]
 
 
@@ -392,11 +334,11 @@ def pipeline(**options: Any) -> AxoSparseStrategy:
     return AxoSparseStrategy(2, 4, pipeline="model", **options)
 
 
-EXPECTED = ["before-0", "behind!", "second", "before-1", "behind!", "epoch", "predicts"]
+EXPECTED = ["before-0", "behind!", "before-1", "behind!", "epoch", "predicts"]
 
 
 def test_it_prints_what_one_process_prints() -> None:
-    assert printed("auto") == [line for line in EXPECTED if line != "second"]
+    assert printed("auto") == EXPECTED
     assert printed(pipeline(transport="loopback")) == EXPECTED
 
 

@@ -13,17 +13,16 @@ from torchmetrics import (
     CatMetric,
     ClasswiseWrapper,
     MeanMetric,
-    MeanSquaredError,
     Metric,
     MetricCollection,
     MetricTracker,
-    R2Score,
 )
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassRecall
 
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
+from lightning_axosparse.support.torch_internals import tree_leaves
 from tests.strategy.compat.harness import CutStrategy, Groups, alone, assert_same, fit
-from tests.strategy.compat.module import LogsEverything, Peak
+from tests.strategy.compat.module import LogsEverything
 
 
 class Holder(LightningModule):
@@ -59,84 +58,33 @@ def scores_and_labels(samples: int = 24) -> tuple[Tensor, Tensor]:
     ],
     ids=lambda metric: type(metric).__name__,
 )
-def test_batch_value_is_that_of_the_whole_batch(metric: Any) -> None:
+def test_micro_batches_change_no_metric_and_get_no_number(metric: Any) -> None:
     scores, labels = scores_and_labels()
-    expected = metric.clone()(scores, labels)
-    module = Holder(metric=metric)
+    plain, module = metric.clone(), Holder(metric=metric)
+    metrics, given = attached(module), list[Any]()
+    for number in range(2):
+        with metrics.skipped(given.append):
+            for part in zip(scores.split(1), labels.split(1), strict=True):
+                values = tree_leaves(module.metric(*part))
+                assert values
+                assert all(value.isnan().all() for value in values)
+                module.metric.update(*part)
+        assert metrics.touched
+        assert len(given) == 48 * (number + 1)
+        with metrics.counted():
+            torch.testing.assert_close(module.metric(scores, labels), plain(scores, labels))
+        torch.testing.assert_close(module.metric.compute(), plain.compute())
+
+
+def test_a_micro_batch_computes_what_was_counted_before() -> None:
+    module = Holder(mean=MeanMetric())
     metrics = attached(module)
-    module.metric(scores.flip(0), labels)
-    for _ in range(2):
-        with metrics.batch(3):
-            for part in zip(scores.split([9, 9, 6]), labels.split([9, 9, 6]), strict=True):
-                module.metric(*part)
-        if isinstance(metric, MetricCollection):
-            value = {name: metrics.batch_value(part) for name, part in module.metric.items()}
-        else:
-            value = metrics.batch_value(module.metric)
-        torch.testing.assert_close(value, expected)
-
-
-def test_a_metric_that_needs_more_samples_than_a_micro_batch_has() -> None:
-    predicted, wanted = torch.rand(2, 6, generator=torch.Generator().manual_seed(5))
-    module = Holder(r2=R2Score(), both=MetricCollection([R2Score(), MeanSquaredError()]))
-    metrics = attached(module)
-    for _ in range(2):
-        with metrics.batch(6):
-            for part in zip(predicted.split(1), wanted.split(1), strict=True):
-                assert module.r2(*part).isnan()
-                assert module.both(*part)["R2Score"].isnan()
-        for metric in (module.r2, module.both["R2Score"]):
-            torch.testing.assert_close(metrics.batch_value(metric), R2Score()(predicted, wanted))
-    twice = [torch.cat([part, part]) for part in (predicted, wanted)]
-    torch.testing.assert_close(module.r2.compute(), R2Score()(*twice))
-    module.r2.reset()
-    with pytest.raises(ValueError, match="two samples"), metrics.batch(1):
-        module.r2(predicted[:1], wanted[:1])
-    with pytest.raises(ValueError, match="two samples"):
-        module.r2.compute()
-
-
-def test_batch_value_of_weighted_means_and_of_states_that_cannot_be_merged() -> None:
-    values, weights = torch.rand(12), torch.rand(12)
-    module = Holder(mean=MeanMetric(), peak=Peak())
-    metrics = attached(module)
-    with metrics.batch(3):
-        for value, weight in zip(values.split(4), weights.split(4), strict=True):
-            module.mean(value, weight)
-            module.peak(value)
-    expected = (values * weights).sum() / weights.sum()
-    torch.testing.assert_close(metrics.batch_value(module.mean), expected)
-    torch.testing.assert_close(metrics.batch_value(module.peak), Peak()(values))
-
-
-def test_no_batch_value_where_it_would_be_ambiguous() -> None:
-    module = Holder(twice=MeanMetric(), updated=MeanMetric(), single=MeanMetric())
-    metrics = attached(module)
-    with metrics.batch(2):
-        for _ in range(2):
-            module.twice(1.0)
-            module.twice(2.0)
-            module.updated.update(1.0)
-    assert metrics.batch_value(module.twice) is None
-    assert metrics.batch_value(module.updated) is None
-    with metrics.batch(1):
-        module.single(3.0)
-    assert metrics.batch_value(module.single) is None
-
-
-def test_accumulated_states_are_those_without_micro_batches() -> None:
-    scores, labels = scores_and_labels()
-    module = Holder(accuracy=MulticlassAccuracy(4), all=CatMetric())
-    metrics = attached(module)
-    with metrics.batch(2):
-        for part in zip(scores.chunk(2), labels.chunk(2), strict=True):
-            module.accuracy(*part)
-            module.all(part[1])
-        running = module.accuracy.compute()
-    plain = MulticlassAccuracy(4)
-    plain.update(scores, labels)
-    assert running == module.accuracy.compute() == plain.compute()
-    assert torch.equal(module.all.compute(), labels.float())
+    module.mean.update(2.0)
+    with metrics.skipped():
+        module.mean.update(5.0)
+        assert module.mean.compute() == 2.0
+    module.mean.update(4.0)
+    assert module.mean.compute() == 3.0
 
 
 def test_detach_restores_the_metric() -> None:
@@ -159,9 +107,9 @@ def test_copies_of_an_attached_metric_work() -> None:
     metrics = attached(module)
     for value in (1.0, 3.0):
         module.tracker.increment()
-        with metrics.batch(2):
-            module.tracker(value)
-            module.tracker(value)
+        with metrics.skipped():
+            module.tracker(7.0)
+        module.tracker(value)
     assert module.tracker.best_metric() == 3.0
     assert copy.deepcopy(module).tracker.compute() == 3.0
     metrics.detach()
@@ -218,14 +166,15 @@ def unusual_metrics(groups: Groups) -> dict[str, Any]:
     metrics = attached(module, groups)
     scores, labels = scores_and_labels()
     scores, labels = (t.chunk(groups.grid.g_data)[groups.grid.replica] for t in (scores, labels))
-    with metrics.batch(2):
+    stepwise = None
+    with metrics.counted():
         if groups.is_last:
             for part in zip(scores.chunk(2), labels.chunk(2), strict=True):
                 module.scores.update(*part)
                 module.auroc.update(part[0][:, 0], part[1] % 2)
                 module.ratio.metric_a.update(*part)
                 module.ratio.metric_b.update(part[0])
-                module.stepwise(*part)
+            stepwise = module.stepwise(scores, labels)
             if groups.grid.replica == 1:
                 module.empty_on_replica_0.update([1.0, 2.0])
     values = {
@@ -234,7 +183,7 @@ def unusual_metrics(groups: Groups) -> dict[str, Any]:
         "ratio": module.ratio.compute(),
         "empty_on_replica_0": module.empty_on_replica_0.compute(),
         "accuracy again": module.scores["MulticlassAccuracy"].compute(),
-        "stepwise": metrics.batch_value(module.stepwise),
+        "stepwise": stepwise,
     }
     with metrics.states_shared(groups.from_last_stage):
         values["state"] = module.auroc.state_dict()
@@ -255,8 +204,7 @@ def test_unusual_metrics_on_two_stages_by_two_replicas(on_four: list[Any]) -> No
         torch.testing.assert_close(values["ratio"], whole / scores.mean())
         torch.testing.assert_close(values["accuracy again"], whole)
         torch.testing.assert_close(values["empty_on_replica_0"], torch.tensor([1.0, 2.0]))
-        if rank % 2:
-            torch.testing.assert_close(values["stepwise"], whole)
+        torch.testing.assert_close(values["stepwise"], None if rank % 2 else whole)
         own = scores.chunk(2)[rank // 2][:, 0]
         torch.testing.assert_close(torch.cat(values["state"]["preds"]), own)
         assert values["updates"] == 2

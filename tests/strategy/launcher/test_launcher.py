@@ -223,7 +223,7 @@ class Breaking(BoringModel):
 def test_a_rank_that_raises(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer = Trainer(strategy=Ranks(2), accelerator="auto", logger=False, barebones=True)
-    with pytest.raises(RankFailedError, match=r"rank 1 \(stage 1 of replica 0\)") as error:
+    with pytest.raises(RankFailedError, match=r"rank 1 \(stage 0 of replica 0\)") as error:
         trainer.fit(Breaking())
     assert "test_launcher.Broken: broken 42" in str(error.value)
     assert "in on_train_start" in str(error.value)

@@ -22,12 +22,12 @@ CPU, CONFIG = torch.device("cpu"), AxoSparseStrategy(g_inter=2).config
 SHARED = {"scale", "temperature", "model.2.weight"}
 HELD = {
     2: [
-        SHARED | {"model.0.weight", "model.0.bias", "model.2.bias"},
         SHARED | {"model.4.bias", "model.5.weight", "model.5.bias"},
+        SHARED | {"model.0.weight", "model.0.bias", "model.2.bias"},
     ],
     1: [set(dict(Net(outer=True, tied=True).named_parameters()))] * 2,
 }
-"""The parameters of each stage; the second and third linear layers share a weight."""
+"""The parameters of each rank; the second and third linear layers share a weight."""
 
 
 def net(seed: int) -> tuple[Net, torch.optim.Optimizer]:
@@ -63,7 +63,7 @@ def shard_reshard_unshard() -> dict[str, Any]:
     old = Grid(2, 2, rank)
     partition = partition_layers(module, "model", [3, 3], 2)
     groups = ProcessGroups(old)
-    stages = StageModule(CONFIG, module, partition, groups, range(rank, rank + 1), CPU)
+    stages = StageModule(CONFIG, module, partition, groups, range(old.stage, old.stage + 1), CPU)
 
     def note() -> dict[str, Any]:
         held = stages.sharding.held()

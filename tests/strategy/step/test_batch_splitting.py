@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.strategy.step import batch_splitting
+from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 
 WIDTH = 4
 
 
 class Net(L.LightningModule):
-    """Notes the shapes of the micro-batches that its last stage sees."""
+    """Notes what the end of its step sees, behind the layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,9 +62,7 @@ def trainer(microbatches: int = 2, **options: Any) -> L.Trainer:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        strategy=AxoSparseStrategy(
-            2, microbatches, transport="loopback", **{"check_first_batch": False, **options}
-        ),
+        strategy=AxoSparseStrategy(2, microbatches, transport="loopback", **options),
     )
 
 
@@ -85,7 +84,25 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def test_what_is_cut_and_what_not_is_said_once_a_loader(told: list[str]) -> None:
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """The micro-batches of each batch."""
+    found: list[list[Any]] = []
+
+    def noting(split: Any) -> Any:
+        def split_and_note(*args: Any) -> Any:
+            parts = split(*args)
+            found.append([part.batch for part in parts])
+            return parts
+
+        return split_and_note
+
+    for name in ("split_to_train", "split_to_evaluate"):
+        monkeypatch.setattr(BatchSplitter, name, noting(getattr(BatchSplitter, name)))
+    return found
+
+
+def test_what_is_cut_and_what_not_is_said_once_a_loader(told: list[str], cut: list[Any]) -> None:
     def collate(samples: list) -> Any:
         return {"x": torch.stack(samples), "y": np.zeros(len(samples)), "names": ["a", "b"]}
 
@@ -94,10 +111,12 @@ def test_what_is_cut_and_what_not_is_said_once_a_loader(told: list[str]) -> None
     trainer().fit(module, loader, loader)
     line = "cut batch['x'], batch['y'] along dimension 0; passed whole: batch['names']."
     assert told == [f"Micro-batches of {name} batches: {line}" for name in ("val", "train")]
-    sizes = [len(part["y"]) for part in module.seen]
-    assert sizes[:6] == [1] * 6, "three samples are validated in equal parts"
-    assert sizes[6:12] == [1, 2] * 3
-    assert all(part["x"].shape == (len(part["y"]), 7, WIDTH) for part in module.seen)
+    sizes = [[len(part["y"]) for part in parts] for parts in cut]
+    assert sizes == [[1, 1, 1]] * 2 + [[1, 2]] * 3 + [[1, 1, 1]] * 3, "equal parts are validated"
+    for part in (part for parts in cut for part in parts):
+        assert part["x"].shape == (len(part["y"]), 7, WIDTH)
+        assert part["names"] == ["a", "b"]
+    assert [batch["x"].shape for batch in module.seen] == [(3, 7, WIDTH)] * 8
 
 
 def test_an_object_beside_tensors_is_warned_of() -> None:
@@ -115,16 +134,17 @@ class Graphs:
         return iter([self.x])
 
 
-def test_batches_that_are_one_object_are_warned_of() -> None:
+def test_batches_that_are_one_object_are_warned_of(cut: list[Any]) -> None:
     words = r"Train batches stay whole.*microbatches=2 has no effect.*Graphs.*split_batch"
     with pytest.warns(UserWarning, match=words):
-        module = fit(made(Graphs()))
-    assert len(module.seen) == 1
+        fit(made(Graphs()))
+    assert [len(parts) for parts in cut] == [1]
     with pytest.warns(UserWarning, match=r"nothing but batch\['graph'\].*split_batch"):
         trainer().validate(Reading(), made({"graph": Graphs(), "number": 1}), verbose=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="(?s).*split_batch")
         fit(made(Graphs()), split_batch=lambda batch, parts: [batch.x[:2], batch.x[2:]])
+        assert [len(part) for part in cut[-1]] == [2, 2]
         fit(made(Graphs()), microbatches=1)
 
 
@@ -140,38 +160,44 @@ class Reading(Net):
         return super().compute(batch["graph"])
 
 
-class Related(Net):
-    """Reads a tensor beside the samples that is as long as they are many."""
+class Adjacent(Net):
+    """Reads a matrix before the layers that has as many rows as there are samples."""
 
     def compute(self, batch: Any) -> Tensor:
-        x, other = batch["x"], batch["other"]
-        if other.dim() == 2:
-            return super().compute(other @ x)
-        return nn.functional.cross_entropy(self.layers(x), batch["y"], weight=other)
+        return super().compute(batch["other"] @ batch["x"])
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (torch.eye(6), r"RuntimeError.*\n.*batch\['x'\] \(6, 4\), batch\['other'\] \(6, 6\)"),
-        (torch.ones(2), r"RuntimeError.*\n.*batch\['other'\] \(2,\)"),
-    ],
-)
-def test_what_is_no_samples_and_as_long_as_a_batch_is_named(other: Tensor, words: str) -> None:
-    """An adjacency matrix, and class weights: the first step raises."""
-    count = len(other)
-    batch = {"x": torch.rand(count, WIDTH), "other": other, "y": torch.ones(count).long()}
-    module = Related()
+def test_what_is_no_samples_and_as_long_as_a_batch_is_named() -> None:
+    batch = {"x": torch.rand(6, WIDTH), "other": torch.eye(6)}
+    words = r"RuntimeError.*\n.*batch\['x'\] \(6, 4\), batch\['other'\] \(6, 6\)"
     with pytest.raises(MisconfigurationException, match=rf"(?s){words}.*split_batch"):
-        trainer().fit(module, made(batch))
+        trainer().fit(Adjacent(), made(batch))
+    trainer(split_batch=lambda batch, _: [batch]).fit(Adjacent(), made(batch))
 
-    def split(batch: Any, parts: int) -> list[Any]:
-        if other.dim() == 2:
-            return [batch]
-        cut = zip(batch["x"].chunk(parts), batch["y"].chunk(parts), strict=True)
-        return [{**batch, "x": x, "y": y} for x, y in cut]
 
-    trainer(split_batch=split).fit(Related(), made(batch))
+class Weighted(Net):
+    """Gives its classes weights, of which there are as many as samples."""
+
+    def compute(self, batch: Any) -> Tensor:
+        x, y, weight = batch["x"], batch["y"], batch["weight"]
+        return nn.functional.cross_entropy(self.layers(x), y, weight=weight)
+
+
+def split_samples(batch: Any, parts: int) -> list[Any]:
+    cut = zip(batch["x"].chunk(parts), batch["y"].chunk(parts), strict=True)
+    return [{**batch, "x": x, "y": y} for x, y in cut]
+
+
+@pytest.mark.parametrize("split_batch", [None, split_samples])
+def test_behind_the_layers_what_is_no_samples_is_whole(split_batch: Any) -> None:
+    weight, y = torch.tensor([1.0, 3.0]), torch.tensor([0, 1])
+    batch, module = {"x": torch.rand(2, WIDTH), "weight": weight, "y": y}, Weighted()
+    trainer(split_batch=split_batch).fit(module, made(batch))
+    gradients = {name: p.grad.clone() for name, p in module.layers.named_parameters()}
+    module.layers.zero_grad()
+    module.compute(batch).backward()
+    for name, parameter in module.layers.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
 
 
 @pytest.mark.parametrize(
@@ -195,30 +221,31 @@ def test_ambiguous_batches_are_refused(batches: Any, named: str) -> None:
         fit(batches)
 
 
-def test_a_split_of_ones_own() -> None:
+def test_a_split_of_ones_own(cut: list[Any]) -> None:
     def split(batch: Any, parts: int) -> list[Any]:
         x, table = batch
         return [(chunk, table) for chunk in x.split([3, 1])]
 
     batches = made((torch.rand(4, WIDTH), torch.rand(3)))
-    module = fit(batches, split_batch=split, check_first_batch=True)
-    assert [len(x) for x, _ in module.seen] == [3, 1]
+    module = fit(batches, split_batch=split)
+    assert [[len(x) for x, _ in parts] for parts in cut] == [[3, 1]]
+    assert [len(x) for x, _ in module.seen] == [4]
     assert module.logged[0]["n"] == 4
 
 
 def test_the_number_of_samples_is_logged_as_of_the_batch() -> None:
     # The third batch's number is also the number of samples of its micro-batches.
-    module = fit(DataLoader(TensorDataset(torch.rand(15, WIDTH)), 4), check_first_batch=True)
+    module = fit(DataLoader(TensorDataset(torch.rand(15, WIDTH)), 4))
     assert [logged["n"] for logged in module.logged] == [4, 4, 4, 3]
     assert [logged["batch_number"] for logged in module.logged] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("samples", "parts"), [(10, 5), (7, 7), (8, 4)])
-def test_evaluation_takes_equal_parts(samples: int, parts: int) -> None:
+def test_evaluation_takes_equal_parts(samples: int, parts: int, cut: list[Any]) -> None:
     module = Net()
     batch = [torch.rand(samples, WIDTH)]
     trainer(4).validate(module, made(batch), verbose=False)
-    assert [len(part[0]) for part in module.seen] == [samples // parts] * parts
+    assert [[len(part[0]) for part in each] for each in cut] == [[samples // parts] * parts]
 
 
 def test_loaders_are_told_apart(told: list[str]) -> None:
@@ -243,22 +270,22 @@ def test_loaders_are_told_apart(told: list[str]) -> None:
     ]
 
 
-def test_several_loaders_of_one_size_are_cut_together() -> None:
+def test_several_loaders_of_one_size_are_cut_together(cut: list[Any]) -> None:
     data = [DataLoader(torch.rand(4, 3, WIDTH), 4, collate_fn=torch.stack)] * 2
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        module = fit(CombinedLoader({"a": data[0], "b": [data[1]]}))
-    assert [(len(p["a"]), len(p["b"][0])) for p in module.seen] == [(2, 2)] * 2
+        fit(CombinedLoader({"a": data[0], "b": [data[1]]}))
+    assert [[(len(p["a"]), len(p["b"][0])) for p in parts] for parts in cut] == [[(2, 2)] * 2]
 
 
-def test_a_lone_vector_may_be_one_sample_and_stays_whole(told: list[str]) -> None:
+def test_a_lone_vector_may_be_one_sample_and_stays_whole(told: list[str], cut: list[Any]) -> None:
     """As one process, where the dataset gives samples and the loader makes no batches of them."""
     samples = torch.rand(3, WIDTH)
     module = Net()
     loader = made(*samples)
     run = trainer(microbatches=4)
     run.fit(module, loader, loader)
-    assert [part.shape for part in module.seen] == [(WIDTH,)] * (2 + 3 + 3)
+    assert [[part.shape for part in parts] for parts in cut] == [[(WIDTH,)]] * (2 + 3 + 3)
     module.predict_step = lambda batch, batch_idx: module.layers(batch)
     predictions = run.predict(module, loader)
     assert torch.equal(torch.stack(predictions), torch.stack([*map(module.layers, samples)]))

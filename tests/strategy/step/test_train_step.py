@@ -23,7 +23,7 @@ TRAINER = str(Path(L.__file__).parent)
 
 
 class CountingNet(Net):
-    """Notes the package's calls between the Trainer and each step."""
+    """Notes the package's calls between the Trainer and the run of each step that counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class CountingNet(Net):
 
 
 @pytest.mark.parametrize("g_inter", [1, 3])
-def test_a_batch_passes_five_calls_at_most(g_inter: int) -> None:
+def test_a_batch_passes_eight_calls_at_most(g_inter: int) -> None:
     module = CountingNet()
     run = trainer(
         AxoSparseStrategy(g_inter, microbatches=4, transport="loopback", pipeline="model"),
@@ -62,7 +62,7 @@ def test_a_batch_passes_five_calls_at_most(g_inter: int) -> None:
     run.predict(module, loader(2, batches=2))
     assert module.calls.keys() == {"train", "validate", "predict"}
     for calls in module.calls.values():
-        assert all(0 < len(names) <= 5 for names in calls), calls
+        assert all(0 < len(names) <= 8 for names in calls), calls
 
 
 ENTERED: list[int] = []
@@ -102,4 +102,4 @@ def test_a_step_enters_few_functions() -> None:
     run = trainer(AxoSparseStrategy(2, microbatches=4, transport="loopback"), max_epochs=1)
     run.fit(module, DataLoader(TensorDataset(x, x), 8))
     first, *_, before_last, last = ENTERED
-    assert 500 < before_last == last < min(1700, first)
+    assert 500 < before_last == last < min(3300, first)

@@ -1,0 +1,223 @@
+"""Lets a step have its effects once a batch: logs, prints, metrics, attributes, loggers.
+
+Runs on micro-batches compute layers, and nothing else of them counts: what they change is put back.
+The run on the whole batch counts, on the last stage; the other ranks of the replica get what it has
+logged, printed and changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lightning_axosparse.pipeline.loss.separable import Note
+from lightning_axosparse.pipeline.state.module_state import (
+    ModuleState,
+    Place,
+    value_at,
+    write,
+)
+from lightning_axosparse.pipeline.state.values import received, sendable
+from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
+from lightning_axosparse.strategy.compat.internals import outputs_are_read
+from lightning_axosparse.strategy.compat.logging import (
+    LogCall,
+    PrintCall,
+    StepLog,
+    combined,
+)
+from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
+from lightning_axosparse.support.object_trees import object_leaves
+from lightning_axosparse.support.torch_internals import PausableOperatorMode
+from lightning_axosparse.support.troubleshooting import see
+
+LARGEST_MESSAGE = 2**20
+"""Bytes of attributes that the last stage sends to the others after a batch."""
+
+
+@dataclass(frozen=True)
+class Changed:
+    """An attribute that a step has changed; can be pickled.
+
+    Attributes:
+        place: the attribute.
+        value: it has now, as it is sent; of a list that has grown what is new.
+        has_grown: whether it is such a list.
+        is_new: whether it is another object than before.
+    """
+
+    place: Place
+    value: bytes
+    has_grown: bool = False
+    is_new: bool = False
+
+
+class StepEffects:
+    """What runs of the steps of a module do besides computing layers.
+
+    Args:
+        module: the user's module.
+        layers: its pipelined layers.
+        metrics: its metrics.
+        runs_alone: whether the run that counts is on one rank of several in a replica.
+
+    Attributes:
+        log: what the run that counts has logged and printed.
+        parts: what runs on micro-batches have logged, where they log.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        layers: Sequence[nn.Module],
+        metrics: PipelinedMetrics,
+        runs_alone: bool,
+    ) -> None:
+        self._module, self._metrics, self._runs_alone = module, metrics, runs_alone
+        self._has_ranks = module.trainer.world_size > 1
+        self.log = StepLog(module)
+        self.parts: list[list[LogCall | PrintCall]] = []
+        within = {id(part) for layer in layers for part in layer.modules()}
+        self._state = ModuleState(module, within, trained=True)
+        self._has_others = False
+
+    def begin_batch(self) -> None:
+        """Note the state from which every run of the step begins."""
+        self._state.note()
+        self.log.calls, self.parts = [], []
+
+    @property
+    def reached(self) -> Collection[int]:
+        """The objects that code outside the layers may change, by ``id``."""
+        return self._state.reached
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """The tensors of the module, which are the same for all micro-batches."""
+        return [*self._module.parameters(), *self._module.buffers(), *self._state.tensors()]
+
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Let nothing count of what a run does inside the context."""
+        with self._rewound(), self.log.ignored(), self._metrics.skipped(), self._silenced():
+            yield
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Let nothing count; but what is logged, or given to metrics, is read."""
+        with self._rewound(), self._silenced(), self.log.ignored(_read):
+            with self._metrics.skipped(_read):
+                yield
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Let all of it count that a run does inside the context, once for the batch."""
+        alone = broadcasting_nothing(self._module.trainer) if self._runs_alone else nullcontext()
+        with self.log.recorded(), self._metrics.counted(), alone:
+            try:
+                yield
+            except Exception:  # What was printed may say why.
+                self.log.replay([c for c in self.log.calls if isinstance(c, PrintCall)])
+                raise
+            except BaseException:  # It runs again.
+                self._state.rewind()
+                raise
+
+    @contextmanager
+    def of_part(self, note_of: Callable[[Tensor], Note]) -> Iterator[None]:
+        """Record what a run on a micro-batch logs inside the context; nothing else counts.
+
+        Args:
+            note_of: says what a tensor is.
+        """
+        self._has_others = False
+        with self._metrics.skipped(), self._silenced() as written, self.log.recorded(note_of):
+            with self._rewound():
+                yield
+        self._has_others |= bool(written) or self._metrics.touched
+        self._has_others |= any(isinstance(call, PrintCall) for call in self.log.calls)
+        self.parts.append(self.log.calls)
+
+    def combined(self, sizes: Sequence[int]) -> list[LogCall | PrintCall] | None:
+        """What the batch logs, of what its micro-batches have; None if these do not make it up."""
+        return combined(self.parts, sizes)
+
+    def part_has_others(self, output: Any) -> bool:
+        """Whether that run has done something else that counts, or has returned it."""
+        returns = isinstance(output, Mapping) and len(output) > 1
+        returns = returns and outputs_are_read(self._module.trainer, "training_step")
+        return self._has_others or returns
+
+    @contextmanager
+    def _rewound(self) -> Iterator[None]:
+        """Put back what a run changes on the module, outside the layers."""
+        try:
+            yield
+        finally:
+            self._has_others |= self._state.rewind()
+
+    @property
+    def modes(self) -> Sequence[PausableOperatorMode]:
+        """What has to observe a run that is to be put back."""
+        return [self._state.writes()] if self._state.has_parameters else []
+
+    def _silenced(self) -> AbstractContextManager[Any]:
+        trainer = self._module.trainer
+        is_needed = trainer.loggers or self._has_ranks
+        return loggers_silenced(trainer) if is_needed else nullcontext(())
+
+    def changed(self) -> tuple[list[Changed], list[str]]:
+        """What the run that counts has changed, for :meth:`apply` on other ranks.
+
+        Returns:
+            What was changed, and what to warn of, as it cannot be sent.
+        """
+        changed, warnings, left = list[Changed](), list[str](), LARGEST_MESSAGE
+        for place, value in self._state.changes().items():
+            grown = self._state.grown(place)
+            sent = sendable(value if grown is None else grown, left)
+            if sent is None:
+                warnings.append(not_sent(place))
+                continue
+            left -= len(sent)
+            changed.append(Changed(place, sent, grown is not None, self._state.is_new(place)))
+        return changed, warnings
+
+    def apply(self, changed: Sequence[Changed]) -> None:
+        """Change what the run that counts has changed on another rank."""
+        for each in changed:
+            value = received(each.value, self._module.device)
+            now = value_at(self._module, each.place)
+            if each.has_grown and isinstance(now, (list, deque)):
+                now.extend(value)
+            else:
+                write(self._module, each.place, value, each.is_new)
+
+    def attached(self) -> AbstractContextManager[Any]:
+        """Replace logging and metrics of the module inside the context."""
+        stack = ExitStack()
+        stack.enter_context(self.log.attached())
+        stack.callback(self._metrics.detach)
+        self._metrics.attach()
+        return stack
+
+
+def _read(values: Any) -> None:
+    for tensor in object_leaves(values, Tensor):
+        tensor.clone()
+
+
+def not_sent(place: Place) -> str:
+    """What to say of an attribute that is too large to be sent to the other stages."""
+    return (
+        f"The step changes `{place}`, but what is new is larger than 1 MB, or an object that cannot"
+        " be sent: only the rank of the last stage, which is the first one, has it. Log values or "
+        "torchmetrics objects, which every rank receives, or read it where "
+        "`trainer.is_global_zero`." + see("steps")
+    )

@@ -1,0 +1,207 @@
+"""Learns what the steps on a loader's batches do, and decides how their loss is differentiated.
+
+Batches 1, 2, 4, 8, ... of a loader are compared with their micro-batches, and so are the first ones
+of epochs of training, and those whose steps call other functions than before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.pipeline.crossing.message import Crossing, Reads, learned
+from lightning_axosparse.pipeline.joining import Layouts
+from lightning_axosparse.pipeline.stage_step import Again, Batch
+from lightning_axosparse.strategy.compat.lockstep import position
+from lightning_axosparse.strategy.step.comparison import Comparison, Found
+from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
+from lightning_axosparse.support.troubleshooting import see
+
+Loss: TypeAlias = Literal["auto", "whole", "parts"]
+
+_LEAST_BETWEEN = 8
+"""Batches after which the first one of an epoch is compared, as epochs may be short."""
+_MOST_PROGRAMS = 8
+"""So often steps may call other functions before losses are differentiated once a batch."""
+
+
+@dataclass
+class LoaderSteps:
+    """What is known of the steps on the batches of a loader.
+
+    Attributes:
+        reads: what each stage was seen to read of the values of others.
+        crossing: what crosses the edges of stages; None where that is not known: everything.
+        layouts: how the tensors lie that layers give.
+        draws: whether the step draws random numbers outside the layers.
+        by_parts: whether losses are differentiated micro-batch by micro-batch.
+        has_others: whether the step does something else than to log means and return a loss.
+        functions: hashes of the functions that the steps of compared micro-batches have called;
+            None if they could not be compared.
+        batches: how many there were.
+    """
+
+    reads: dict[int, Reads] = field(default_factory=dict)
+    crossing: Crossing | None = None
+    layouts: Layouts = field(default_factory=Layouts)
+    draws: bool = False
+    by_parts: bool = False
+    has_others: bool = False
+    functions: set[int] | None = field(default_factory=set)
+    batches: int = 0
+    _compared: int = 0
+    _changes: int = 0
+
+    def begin_batch(self, begins_epoch: bool) -> bool:
+        """Count a batch, and return whether it is to be compared."""
+        self.batches += 1
+        number, since = self.batches, self.batches - self._compared
+        is_due = number & (number - 1) == 0 or (begins_epoch and since >= _LEAST_BETWEEN)
+        if is_due:
+            self._compared = number
+        return is_due
+
+    def add_reads(self, reads: dict[int, Reads]) -> None:
+        """Take in what stages were seen to read."""
+        for stage, each in reads.items():
+            known = self.reads.setdefault(stage, each)
+            known.read |= each.read
+            known.seen |= each.seen
+            known.is_complete |= each.is_complete
+        self.crossing = learned(self.reads)
+
+    def changes_too_often(self) -> bool:
+        """Count that steps call other functions than before; return whether that is too often."""
+        self._changes += 1
+        return self._changes > _MOST_PROGRAMS
+
+
+class StepLearner:
+    """Learns of steps, and tells users what they should know of it.
+
+    Args:
+        trainer: the Trainer.
+        loss: how losses are differentiated: once a batch, by parts, or as comparison shows.
+        free: returns the bytes that this rank may still take.
+        tolerance: largest relative difference of equal values.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, loss: Loss, free: Callable[[], int], tolerance: float
+    ) -> None:
+        self._trainer, self._loss = trainer, loss
+        self._free, self._tolerance = free, tolerance
+        self._told: set[str] = set()
+
+    def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch, trains: bool) -> None:
+        """Find out what crosses the edges of stages, and compare batches that are due."""
+        is_due = known.begin_batch(trains and self._trainer.fit_loop.batch_idx == 0)
+        if not step.microbatches:
+            return
+        if known.crossing is None and run.pipeline.is_divided:
+            with run.layers_rewound(run.stage_module.stages):
+                known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
+        if is_due and len(step.microbatches) > 1:
+            self._compare(run, known, step, trains)
+
+    def run_again(
+        self, run: OpenPipeline, known: LoaderSteps, step: Batch, again: Again, reason: str
+    ) -> None:
+        """Prepare for a batch to run again, of which nothing counted.
+
+        Args:
+            run: what steps have in common.
+            known: what is known.
+            step: the batch.
+            again: why, where it can run again in the same way.
+            reason: why its loss is differentiated once a batch from now on; else empty.
+        """
+        run.effects.begin_batch()
+        known.draws |= again == "draws"
+        known.has_others |= again == "has others"
+        if again == "reads":
+            known.crossing = None
+        elif again == "calls others" and known.changes_too_often():
+            reason = "its steps call other functions again and again"
+        elif again == "calls others":
+            self._compare(run, known, step, True)
+        if reason:
+            known.by_parts = False
+            self._tell_whole(step, reason)
+
+    def _compare(self, run: OpenPipeline, known: LoaderSteps, step: Batch, trains: bool) -> None:
+        """Compare a batch with its micro-batches."""
+        shares_passes = run.stage_module.groups.experts is not None
+        may_part = trains and self._loss == "auto" and not shares_passes
+        step = replace(step, crossing=known.crossing)
+        found = Comparison(run, step, self._tolerance).find(self._free, may_part)
+        run.effects.begin_batch()
+        if found.layers is not None and run.pipeline.is_divided:
+            raise self._layers_differ(found, step)
+        known.layouts.known.update(found.layouts)
+        known.draws |= found.draws
+        known.has_others |= found.has_others
+        if known.functions is not None:
+            known.functions.update(found.functions)
+        run.layer_state.learn(found.counted, found.rewritten)
+        for text in found.warnings:
+            self.warn(text)
+        if found.problem and not (found.is_too_large and known.functions is None):
+            name, where = step.step.__name__, self._where(step)
+            self._tell(f"{name} could not be compared in {where}: {found.problem}." + see("losses"))
+        if may_part and (known.batches == 1 or known.by_parts):
+            self._decide(run, known, step, found)
+
+    def _decide(self, run: OpenPipeline, known: LoaderSteps, step: Batch, found: Found) -> None:
+        """Decide how the loss is differentiated from now on."""
+        if found.is_too_large:  # What follows the samples has to do.
+            known.by_parts, known.functions = True, None
+            return
+        reason = found.problem or found.reason
+        if found.layers is not None:
+            reason = reason or f"{found.layers[1]} compares samples"
+        if found.has_others and not run.pipeline.is_divided:
+            reason = reason or "it does more than to log means and return a loss"
+        known.by_parts = not reason
+        if reason:
+            self._tell_whole(step, reason)
+
+    def _tell_whole(self, step: Batch, reason: str) -> None:
+        self._tell(
+            f"From {self._where(step)} on, the loss is differentiated once a batch, and stages hold"
+            f" all {len(step.microbatches)} micro-batches until then: {reason}." + see("losses")
+        )
+
+    def _where(self, step: Batch) -> str:
+        loop, epoch, index = position(self._trainer)
+        return f"{step.step.__name__}, {loop} epoch {epoch}, batch {index}"
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            rank_zero_info(text)
+
+    def warn(self, text: str) -> None:
+        """Warn of something once."""
+        if text not in self._told:
+            self._told.add(text)
+            rank_zero_warn(text)
+
+    def _layers_differ(self, found: Found, step: Batch) -> MisconfigurationException:
+        """The error of layers that compute something else in micro-batches."""
+        assert found.layers is not None
+        _, name, by = found.layers
+        much = "of other shapes or kinds" if by == float("inf") else f"that differs by {by:.1%}"
+        return MisconfigurationException(
+            f"In {self._where(step)}, {name} gives something {much} for {len(step.microbatches)} "
+            "micro-batches than for the whole batch: it, or a layer or code between layers before "
+            "it, compares samples with each other, or uses a statistic or a count of the batch. "
+            "AxoSparseStrategy(microbatches=1) is exact; GroupNorm or LayerNorm need no statistics "
+            "of the batch; a loss of such values belongs behind the layers, where the step sees the"
+            " whole batch." + see("losses")
+        )

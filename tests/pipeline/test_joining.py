@@ -1,0 +1,212 @@
+"""What layers give for micro-batches joins to what they give for the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_axosparse.pipeline.crossing.message import Activation, Place, SideOutput, SidePlace
+from lightning_axosparse.pipeline.crossing.placeholder import Unsent
+from lightning_axosparse.pipeline.joining import (
+    Axis,
+    Layout,
+    Layouts,
+    axes,
+    found_layout,
+    gradients_of,
+    join,
+    joined_by,
+    learn,
+    sent_tensors,
+)
+
+SIZES = (3, 3, 1)
+SAMPLES = sum(SIZES)
+
+
+def largest_difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+@st.composite
+def tensors(draw: Any) -> tuple[Axis, Tensor, list[int]]:
+    """A tensor, how its samples lie, and the sizes of micro-batches."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    views, of_view = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape = draw(st.lists(st.integers(1, 3), max_size=2))
+    axis = Axis(draw(st.integers(0, len(shape))), views * of_view, views)
+    shape.insert(axis.dim, axis.rows * sum(sizes))
+    return axis, torch.arange(float(torch.Size(shape).numel())).view(shape), sizes
+
+
+@given(tensors())
+def test_parts_join_to_the_whole(drawn: tuple[Axis, Tensor, list[int]]) -> None:
+    axis, whole, sizes = drawn
+    parts = axis.split(whole, sizes)
+    assert [part.shape[axis.dim] for part in parts] == [axis.rows * size for size in sizes]
+    assert torch.equal(axis.cat(parts), whole)
+    total, first = torch.zeros_like(whole), 0
+    for part, size in zip(parts, sizes, strict=True):
+        assert torch.equal(axis.part(whole, first, size), part)
+        axis.add_part(total, part, first, size)
+        first += size
+    assert torch.equal(total, whole)
+
+
+@given(tensors())
+def test_how_samples_lie_follows_from_shapes_and_values(
+    drawn: tuple[Axis, Tensor, list[int]],
+) -> None:
+    axis, whole, sizes = drawn
+    if len(sizes) == 1:
+        return
+    parts = axis.split(whole, sizes)
+    assert axis in axes(whole.shape, parts[0].shape, sum(sizes), sizes[0])
+    found, difference = found_layout(whole, parts, sizes, largest_difference)
+    assert difference == 0
+    assert isinstance(found, Axis)
+    assert torch.equal(joined_by(found, parts, sizes), whole)
+
+
+def test_views_of_a_sample_may_follow_one_another() -> None:
+    one, other = torch.rand(SAMPLES, 2), torch.rand(SAMPLES, 2)
+    parts = [torch.cat(each) for each in zip(one.split(SIZES), other.split(SIZES), strict=True)]
+    found, difference = found_layout(torch.cat([one, other]), parts, SIZES, largest_difference)
+    assert (found, difference) == (Axis(0, 2, 2), 0)
+
+
+LAYOUTS: tuple[Layout, ...] = (Axis(0), Axis(0, 2, 2), "alike", "mean", "sum")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_parts_are_those_through_joining(layout: Layout) -> None:
+    rows = layout.rows if isinstance(layout, Axis) else 0
+    shapes = [(rows * size, 2) if rows else (2,) for size in SIZES]
+    parts = [torch.rand(shape, requires_grad=True) for shape in shapes]
+    whole = joined_by(layout, parts, SIZES)
+    gradient = torch.rand(whole.shape)
+    expected = torch.autograd.grad(whole, parts, gradient, allow_unused=True)
+    for own, of_part in zip(gradients_of(layout, gradient, SIZES), expected, strict=True):
+        assert (own is None) == (of_part is None)
+        if own is not None:
+            torch.testing.assert_close(own, of_part)
+    assert gradients_of(layout, None, SIZES) == [None] * 3
+
+
+HOOK = SidePlace(1, "act", "_forward_hooks", 0)
+
+
+def activation(x: Tensor, loss: Tensor, unsent: Unsent | None = None) -> Activation:
+    """What a stage gives for samples, with something in all places."""
+    return Activation(
+        output=[SimpleNamespace(x=x, name="own"), x.sum(1)],
+        values=((Place(0, 1, 0), x.t() * 2),),
+        forms=((0, unsent or Unsent.of(x)),),
+        side_outputs=(SideOutput(HOOK, {"loss": loss, "mask": torch.ones(4, 4)}),),
+    )
+
+
+def activations() -> tuple[Activation, list[Activation]]:
+    x = torch.rand(SAMPLES, 4, requires_grad=True)
+    parts = x.split(SIZES)
+    return activation(x, x.mean()), [activation(part, part.mean()) for part in parts]
+
+
+def test_activations_join_as_was_learned() -> None:
+    whole, parts = activations()
+    known, differences = learn(whole, parts, SIZES, largest_difference)
+    assert max(by for _, by in differences) < 1e-6
+    assert list(known.values()) == [Axis(0), Axis(0), Axis(1), Axis(0), "mean", "alike"]
+    joined = join(parts, SIZES, Layouts(dict(known)), str)
+    assert joined.activation.output[0].name == "own"
+    assert joined.activation.forms == whole.forms
+    sent = sent_tensors(whole)
+    assert [id(each) for each in sent_tensors(joined.activation)] == [*map(id, joined.tensors)]
+    for ours, theirs in zip(joined.tensors, sent, strict=True):
+        assert ours.is_leaf
+        assert ours.requires_grad == theirs.requires_grad
+        torch.testing.assert_close(ours.detach(), theirs.detach())
+    sum((each**2).sum() for each in joined.tensors if each.requires_grad).backward()
+    gradients = joined.gradients(SIZES)
+    expected = [2 * each.detach() for each in sent]
+    for number, size in enumerate(SIZES):
+        own, first = gradients[number], sum(SIZES[:number])
+        torch.testing.assert_close(own[0], expected[0][first : first + size])
+        torch.testing.assert_close(own[2], expected[2][:, first : first + size])
+        torch.testing.assert_close(own[3], expected[3] * size / SAMPLES)
+        assert own[4] is None
+
+
+def test_activations_join_by_their_shapes_where_nothing_was_learned() -> None:
+    whole, parts = activations()
+    joined = join(parts, SIZES, Layouts(), str)
+    torch.testing.assert_close(joined.tensors[0].detach(), whole.output[0].x.detach())
+    assert joined.layouts == [Axis(0), Axis(0), Axis(1), "alike", "alike"]
+
+
+def test_a_layout_that_does_not_fit_any_longer_is_found_anew() -> None:
+    layouts = Layouts({"key": Axis(1, 2)})
+    parts = [torch.rand(4, 2 * size) for size in SIZES]
+    assert layouts.of("key", parts, SIZES) == Axis(1, 2)
+    assert layouts.of("key", [part.t() for part in parts], SIZES) == Axis(0, 2)
+    assert layouts.of("other", [torch.rand(n + 1) for n in SIZES], SIZES) is None
+
+
+def ragged(size: int) -> Tensor:
+    return torch.rand(size, size + 1)
+
+
+def refused(parts: Sequence[Activation]) -> str:
+    with pytest.raises(MisconfigurationException) as raised:
+        join(parts, SIZES, Layouts(), lambda layer: f"layers.{layer}")
+    return str(raised.value)
+
+
+def test_a_layer_whose_values_cannot_be_joined_is_refused_by_name() -> None:
+    outputs = [Activation(output=ragged(size)) for size in SIZES]
+    words = r"Layer 'layers.-1' gives tensors of shapes (3, 4), (3, 4), (1, 2) for micro-batches"
+    assert words in refused(outputs)
+    between = [Activation(values=((Place(2, 1, 0), ragged(size)),)) for size in SIZES]
+    assert "Layer 'layers.2' gives tensors of shapes" in refused(between)
+    inside = [Activation(side_outputs=(SideOutput(HOOK, ragged(size)),)) for size in SIZES]
+    assert "Layer 'layers.1' gives tensors of shapes" in refused(inside)
+    forms = [Activation(forms=((3, Unsent.of(ragged(size))),)) for size in SIZES]
+    assert "Layer 'layers.3' gives tensors of shapes" in refused(forms)
+    left = SideOutput(HOOK, torch.ones(2))
+    unlike = [Activation(output=torch.ones(n), side_outputs=(left,) * (n > 1)) for n in SIZES]
+    assert "Layer 'layers.1' gives other values for micro-batch 2" in refused(unlike)
+
+
+def test_layers_that_give_something_else_in_micro_batches_are_found() -> None:
+    whole, parts = activations()
+    infinite = float("inf")
+
+    def differing(other: Activation) -> dict[Any, float]:
+        found = learn(whole, [other, *parts[1:]], SIZES, largest_difference)[1]
+        return {key: by for key, by in found if by > 1e-6}
+
+    assert differing(parts[0]) == {}
+    first = parts[0]
+    x = first.output[0].x
+    shifted = first._replace(output=[SimpleNamespace(x=x + 1, name="own"), first.output[1]])
+    assert differing(shifted) == pytest.approx({("output", 0): 1.0})
+    fewer = first._replace(values=(), side_outputs=())
+    assert differing(fewer)[Place(0, 1, 0)] == infinite
+    wider = first._replace(forms=((0, Unsent.of(torch.ones(3, 5))),))
+    assert differing(wider) == {("form", 0, 0): infinite}
+
+
+def test_numbers_in_what_layers_give_must_not_depend_on_the_samples() -> None:
+    def found(*sizes: int) -> list[tuple[Any, float]]:
+        whole, *parts = (Activation(output=(torch.ones(7)[:n], {"count": n})) for n in sizes)
+        return learn(whole, parts, SIZES, largest_difference)[1]
+
+    assert (("output", -1), float("inf")) in found(SAMPLES, *SIZES)
