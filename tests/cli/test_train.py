@@ -282,7 +282,7 @@ def test_every_grid_of_two_ranks_trains(text, tmp_path):
         job = folder / f"stages-{stages}"
         reports[stages] = report = json.loads((job / "report.json").read_text())
         places = [(rank["stage"], rank["replica"]) for rank in report["ranks"]]
-        assert places == [(rank % stages, rank // stages) for rank in range(2)]
+        assert places == [(stages - 1 - rank % stages, rank // stages) for rank in range(2)]
         for name in ["report.html", "loss.png", "gantt.png", "ticket.pt"]:
             assert (job / name).stat().st_size > 0
         assert list((job / "checkpoints").glob("*.ckpt"))

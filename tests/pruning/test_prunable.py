@@ -95,3 +95,16 @@ def test_a_function_decides_for_all_that_float():
 def test_a_key_that_is_nothing_is_refused():
     with pytest.raises(ValueError, match=r"'embeddings' matches no parameter.*kinds weight, emb"):
         prunable(Model(), {"embeddings": False})
+
+
+@pytest.mark.parametrize(
+    "weight_norm", [nn.utils.weight_norm, nn.utils.parametrizations.weight_norm]
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_lengths_and_directions_of_weight_norm_are_no_weights(weight_norm) -> None:
+    net = nn.Sequential(weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2))
+    kinds = parameter_kinds(net)
+    assert {kinds[name] for name in kinds if name.startswith("0.") and "bias" not in name} == {
+        "norm"
+    }
+    assert list(prunable(net)) == ["1.weight"]

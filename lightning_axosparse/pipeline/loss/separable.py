@@ -30,7 +30,6 @@ from lightning_axosparse.support.torch_internals import (
     is_random,
     mutated_arguments,
     name_of,
-    storage_id,
     tensors_in,
 )
 
@@ -180,7 +179,9 @@ class SampleTracker(PausableOperatorMode):
 
     def of_tensor(self, tensor: Tensor) -> Note:
         """What a tensor is."""
-        key = _key(tensor)
+        return self._of(tensor, _key(tensor))
+
+    def _of(self, tensor: Tensor, key: Any) -> Note:
         if key in self._notes:
             return self._notes[key][1]
         is_constant = isinstance(tensor, nn.Parameter) or key[0] in self._constants
@@ -197,7 +198,8 @@ class SampleTracker(PausableOperatorMode):
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator, and note what it makes."""
         given = tensors_in((args, kwargs))
-        notes = [self.of_tensor(tensor) for tensor in given]
+        keys = [_key(tensor) for tensor in given]
+        notes = [self._of(*each) for each in zip(given, keys, strict=True)]
         numbers = [each for each in args if isinstance(each, (int, float))]
         numbers = [each for each in numbers if each == each]  # NaN is never the same number.
         if func is not torch.ops.aten.detach.default:  # Split layers detach, in training alone.
@@ -211,25 +213,24 @@ class SampleTracker(PausableOperatorMode):
             raise InexactError(f"{_name(func)} writes to a tensor of the module")
         output = func(*args, **kwargs)
         made = tensors_in(output)
+        of_made = [_key(tensor) for tensor in made]
         note = self._noted(func, Call(self, args, kwargs, given, notes, output))
-        keys = () if written else map(_key, given)
-        is_alias = len(made) == 1 and _key(made[0]) in keys
+        is_alias = len(made) == 1 and of_made[0] in keys and not written
         if self._extracted and isinstance(note, Total) and not is_alias:
             note = None  # What was made of that number cannot be followed.
         if note is None:
-            unknown = (
-                self._reasons.get(_key(t)) for t, n in zip(given, notes, strict=True) if not n
-            )
+            unknown = (self._reasons.get(k) for k, n in zip(keys, notes, strict=True) if not n)
             reason = next(filter(None, unknown), "") or self._extracted or _reason(func)
-            self._reasons.update({_key(tensor): reason for tensor in made})
+            self._reasons.update(dict.fromkeys(of_made, reason))
         for tensor in written:  # What shares its memory is something else now.
             memory = _key(tensor)[0]
             keeps = isinstance(note, Rows) or note == FILLED
             for key in [key for key in self._notes if key[0] == memory]:
                 if not (keeps and isinstance(self._notes[key][1], Rows)):
                     del self._notes[key]
-        for tensor in made[:1] if isinstance(note, Total) else made:
-            self._notes[_key(tensor)] = tensor, note
+        count = 1 if isinstance(note, Total) else len(made)
+        for key, tensor in zip(of_made[:count], made, strict=False):
+            self._notes[key] = tensor, note
         return output
 
     def _noted(self, func: Any, call: Call) -> Note:
@@ -283,7 +284,7 @@ def _key(tensor: Tensor) -> Any:
     """The memory that a tensor is: torch makes several objects of one tensor."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
-    memory = storage_id(tensor.untyped_storage())
+    memory = tensor.untyped_storage()._cdata  # As ``storage_id``, which is a call more.
     return memory, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 

@@ -22,7 +22,12 @@ from torch.utils.data import Dataset, Sampler
 
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.pipeline.batch_layout import Key, children
-from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
+from lightning_axosparse.support.object_trees import (
+    PLAIN,
+    CannotPickle,
+    put_together,
+    take_apart,
+)
 
 
 class Missing(Enum):
@@ -168,6 +173,8 @@ def same(one: Any, other: Any, depth: int = 0) -> bool:
         return isinstance(one, Tensor) and isinstance(other, Tensor) and _same_tensors(one, other)
     if type(one) is not type(other):
         return False
+    if isinstance(one, PLAIN):
+        return bool(one == other or (one != one and other != other))
     if isinstance(one, np.ndarray):
         return _same_arrays(one, other)
     if isinstance(one, GENERATORS):

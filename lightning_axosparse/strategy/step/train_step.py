@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -312,6 +312,22 @@ class StepRunner:
             return replace(received, output=own)
         return received
 
+    def _synchronized(self, call: LogCall | PrintCall) -> LogCall | PrintCall:
+        """A value as Lightning would synchronise it, if replicas had batches of different loaders.
+
+        For it a job whose replicas are all given the same batches, after a regrid, is one process.
+        """
+        strategy = self._trainer.strategy
+        shares = self._open.stage_module.grid.replicas_per_batch > 1
+        if not shares or cast(Any, strategy).is_distributed or not isinstance(call, LogCall):
+            return call
+        if call.metric is not None or not call.options.get("sync_dist"):
+            return call
+        value = torch.as_tensor(call.value, dtype=torch.get_default_dtype())
+        value = value.to(self._open.stage_module.device)
+        reduced = strategy.reduce(value, reduce_op=call.options["reduce_fx"])
+        return replace(call, value=reduced)
+
     def _settled(self, result: StepResult) -> Any:
         """Let this rank have what the step did; return what it returned."""
         run = self._open
@@ -322,7 +338,7 @@ class StepRunner:
         for text in result.warnings:
             self._learner.warn(text)
         with self._precision.forward_context():  # It says of which dtype a logged number becomes.
-            run.effects.log.replay(result.calls)
+            run.effects.log.replay([self._synchronized(call) for call in result.calls])
         return move_data_to_device(result.output, run.stage_module.device)
 
     def _with_known(self, known: LoaderSteps, step: Batch, is_whole: bool) -> Batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -406,7 +407,7 @@ class Kept(CSVLogger):
     """Keeps what it is given in memory."""
 
     def __init__(self) -> None:
-        super().__init__("nowhere")
+        super().__init__(tempfile.gettempdir())
         self.rows: list[dict[str, float]] = []
 
     @rank_zero_only
