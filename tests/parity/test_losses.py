@@ -398,7 +398,7 @@ def test_ranks_do_what_one_process_does(row: str, runs: list[dict[str, Record]])
     expected = one_process(row)
     assert len(expected.losses) == 2 * len(SAMPLES)
     for records in runs:
-        assert difference(expected, records[row]) <= TOLERANCES.get(row, 1e-12)
+        assert difference(expected, records[row]) <= TOLERANCES.get(row.partition(",")[0], 1e-12)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -408,7 +408,7 @@ def test_stages_in_one_process_do_too(
 ) -> None:
     with caplog.at_level("INFO"):
         record = train_row(row, stages, transport="loopback")
-    assert difference(one_process(row), record) <= TOLERANCES.get(row, 1e-12)
+    assert difference(one_process(row), record) <= TOLERANCES.get(row.partition(",")[0], 1e-12)
     name, strategy, _ = ROWS[row]
     if stages > 1 and "loss" not in strategy:
         is_whole = "the loss is differentiated once a batch" in caplog.text
@@ -438,4 +438,6 @@ def test_replicas_mean_what_they_mean_in_ddp() -> None:
     expected = run_ranks(2, train_replicas, "ddp", 2, port)
     for rank, records in enumerate(run_ranks(4, train_replicas, "axosparse", 4, port)):
         for row in REPLICATED:
-            assert difference(expected[rank // 2][row], records[row]) <= 1e-12, row
+            name = row.partition(",")[0]
+            tolerance = TOLERANCES.get(name, 1e-12)
+            assert difference(expected[rank // 2][row], records[row]) <= tolerance, row

@@ -13,10 +13,10 @@ from torchmetrics import MaxMetric, MeanMetric
 from tests.corpus.harness import entry
 from tests.corpus.modules import Regression, Tagger
 
-EPOCHS = {"max_epochs": 3}
-"""Nine batches, of which the 1st, 2nd, 4th and 8th are compared."""
+EPOCHS = {"max_epochs": 2}
+"""Six batches, of which the 1st, 2nd and 4th are compared."""
 
-LATER = (2, 4, 5, 6)
+LATER = (2, 4, 5)
 """Optimizer steps before batches that are not compared."""
 
 
