@@ -9,7 +9,6 @@ from tests.corpus.harness import allowed_outcomes, compare, entries
 ORDINARY = entries("ordinary")
 WHOLE = {
     "AdaptiveLogSoftmax",
-    "CodebookAsAnEmbedding",
     "MultiMarginLoss",
     "T5",
     "accuracy_by_a_quotient",

@@ -30,6 +30,7 @@ from lightning_axosparse.support.torch_internals import (
     is_random,
     mutated_arguments,
     name_of,
+    storage_id,
     tensors_in,
 )
 
@@ -284,7 +285,7 @@ def _key(tensor: Tensor) -> Any:
     """The memory that a tensor is: torch makes several objects of one tensor."""
     if tensor.layout is not torch.strided:
         return (id(tensor),)
-    memory = tensor.untyped_storage()._cdata  # As ``storage_id``, which is a call more.
+    memory = storage_id(tensor.untyped_storage())
     return memory, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 

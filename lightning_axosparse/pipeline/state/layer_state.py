@@ -88,6 +88,8 @@ class LayerState:
         self._rewritten: dict[tuple[Place, int], Tensor] = {}
         self._versions: dict[int, list[int]] = {}
         """Of these, by stage, as the first micro-batch has found them."""
+        self._left: dict[int, list[int]] = {}
+        """The same, as micro-batches have left them, whose backward passes expect that."""
 
     def learn(
         self,
@@ -113,7 +115,7 @@ class LayerState:
 
     def begin_batch(self) -> None:
         """Prepare for the micro-batches of a batch."""
-        self._versions = {}
+        self._versions, self._left = {}, {}
         for each in self._counted:
             each.parts = []
 
@@ -125,7 +127,7 @@ class LayerState:
         """
         for each in self._counted:
             each.lend()
-        rewritten = [value for (_, own), value in self._rewritten.items() if own == stage]
+        rewritten = self._rewritten_of(stage)
         if stage is not None and rewritten:  # Each pass leaves them as the first one does.
             versions = self._versions.setdefault(stage, [*map(version_of, rewritten)])
             set_versions(rewritten, versions)
@@ -134,6 +136,13 @@ class LayerState:
         finally:
             for each in self._counted:
                 each.take_back(counts=each.stage == stage)
+            if stage is not None and rewritten:
+                self._left[stage] = [*map(version_of, rewritten)]
+            for each_stage, left in self._left.items() if stage is None else ():
+                set_versions(self._rewritten_of(each_stage), left)
+
+    def _rewritten_of(self, stage: int | None) -> list[Tensor]:
+        return [value for (_, own), value in self._rewritten.items() if own == stage]
 
     def end_batch(self) -> list[str]:
         """Give the attributes what the batch has made of them; return what to warn of."""
