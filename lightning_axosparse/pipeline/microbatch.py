@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.memory import is_oom_error
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
@@ -248,7 +249,7 @@ def explain_statistics(
 
 def explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
     """Raise in terms of micro-batches what a layer says that wants certain numbers of samples."""
-    if len(set(sizes)) == 1:
+    if len(set(sizes)) == 1 or is_oom_error(error):
         return
     raise MisconfigurationException(
         f"A step raised {type(error).__name__} for one of {len(sizes)} micro-batches, which have "

@@ -321,8 +321,7 @@ class LoopbackLink(Link):
         self._previous.gradients.append(relink(gradients)[1])
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """A tensor of a message; its bytes begin at ``offset`` of the block."""
 
     shape: torch.Size

@@ -260,12 +260,11 @@ class Comparison:
         difference = self._difference(combined, loss.detach())
         final = [weights.weight(n) * weights.factor() for n in range(len(gradients))]
         for index, whole in enumerate(joined.split(expected, step.sizes)):
+            scale = max(map(_largest, whole))
             for mine, of_part, weight in zip(whole, gradients, final, strict=True):
                 theirs = of_part[index]
-                if mine is not None and theirs is not None and mine.numel():
-                    found_any = [g for g in whole if g is not None and g.numel()]
-                    scale = max([1e-30, *(float(g.abs().max()) for g in found_any)])
-                    apart = float((mine - theirs * weight).abs().max()) / scale
+                if scale and mine is not None and theirs is not None:
+                    apart = _largest(mine - theirs * weight) / scale
                     difference = max(difference, apart / 10)  # They are differences themselves.
         if not difference <= self._tolerance:
             return found._replace(
@@ -302,6 +301,10 @@ def _no_statistics(norm: Norm, device: torch.device) -> tuple[Tensor, Tensor]:
     dtype = torch.get_default_dtype() if norm.weight is None else norm.weight.dtype
     zeros = torch.zeros(norm.num_features, dtype=dtype, device=device)
     return zeros, zeros + 1
+
+
+def _largest(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
 
 
 def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
