@@ -10,6 +10,7 @@ from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
 from lightning_axosparse.strategy.compat.refusals import refuse_fabric, refuse_other_package
+from lightning_axosparse.strategy.launcher.fork_server import close_ranks
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.files import CorruptFileError
@@ -24,6 +25,7 @@ __all__ = [
     "PipelineTimeline",
     "RankFailedError",
     "Ticket",
+    "close_ranks",
     "densify",
     "load_sparse",
     "save_safetensors",

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.ranks import warm_python
-
 # How long an example takes depends on what else the machine does.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
@@ -102,14 +100,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if any(name in item.nodeid for name in SLOW):
             item.add_marker("slow")
     items.sort(key=lambda item: item.path.name not in LONGEST)
-
-
-@pytest.fixture
-def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that a Trainer's call starts need not import anything; test_launcher starts cold ones.
-
-    They are forked from the processes that :func:`tests.ranks.run_ranks` forks its ranks from.
-    """
-    from lightning_axosparse.strategy.launcher import launcher
-
-    monkeypatch.setattr(launcher, "WORKER", (*warm_python(), *launcher.WORKER[1:]))

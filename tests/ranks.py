@@ -21,12 +21,6 @@ REPOSITORY = Path(__file__).parents[1]
 WARM_PYTHON = [sys.executable, "-S", "-E", str(REPOSITORY / "tests" / "warm" / "stub.py")]
 """What :func:`warm_python` returns."""
 
-WARM_RANKS = f"""
-from lightning_axosparse.strategy.launcher import launcher
-launcher.WORKER = (*{WARM_PYTHON}, *launcher.WORKER[1:])
-"""
-"""What makes a Python that is not warm start warm ranks, after :func:`warm_python` was called."""
-
 PATIENCE = 600
 """Seconds until a job counts as hanging; on a busy machine the longest take minutes."""
 

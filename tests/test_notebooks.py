@@ -6,16 +6,14 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.ranks import PATIENCE, WARM_RANKS, warm_python
+from tests.ranks import PATIENCE
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path, tmp_path):
-    warm_python()
     notebook = nbformat.read(path, as_version=4)
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(WARM_RANKS))
     client = NotebookClient(
         notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}
     )

@@ -237,7 +237,6 @@ def observed_run(name: str, folder: Path, raises: bool) -> tuple[Trainer, Traine
     return run, plain, module
 
 
-@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("entry", [*ENTRIES, "a fit that raises"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_process_is_as_it_was(name: str, entry: str, tmp_path: Path) -> None:

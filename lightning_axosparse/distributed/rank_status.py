@@ -176,12 +176,13 @@ def this_rank() -> RankStatus:
     return _status
 
 
-def publish(rank: int, path: Path | None = None) -> str:
+def publish(rank: int, path: Path | None = None, parent: int = 0) -> str:
     """Let other processes read the status of this process, which is ``rank`` of its job.
 
     Args:
         rank: of this process in the job.
         path: a file to create for it; None for anonymous memory, which no crash leaves behind.
+        parent: the process that has started this rank; 0 for the parent of this process.
 
     Returns:
         The path for :func:`read_status` in other processes of this user and node; empty where the
@@ -196,19 +197,19 @@ def publish(rank: int, path: Path | None = None) -> str:
     ctypes.pointer(published)[0] = _status
     published.host, published.rank = socket.gethostname().encode()[:63], rank
     published.token, published.pid = secrets.randbits(62), os.getpid()
-    published.proxy = _proxy()
+    published.proxy = _proxy(parent or os.getppid())
     _status, _path = published, f"/proc/{os.getpid()}/fd/{file}" if path is None else str(path)
     atexit.register(mark_finished)
     return _path
 
 
-def _proxy() -> int:
-    """The process ID of this process's parent, if that is a proxy of MPICH's mpiexec; else 0."""
+def _proxy(parent: int) -> int:
+    """The process ID of a rank's parent, if that is a proxy of MPICH's mpiexec; else 0."""
     try:
-        name = Path(f"/proc/{os.getppid()}/comm").read_text()
+        name = Path(f"/proc/{parent}/comm").read_text()
     except OSError:
         return 0
-    return os.getppid() if name == "hydra_pmi_proxy\n" else 0
+    return parent if name == "hydra_pmi_proxy\n" else 0
 
 
 @contextmanager

@@ -87,7 +87,6 @@ def test_the_metrics_are_those_of_the_run(run, name, tmp_path, capsys):
         assert words in shown
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_two_stages_find_the_same(run, tmp_path):
     folder, expected = run
     found = evaluate(

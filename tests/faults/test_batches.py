@@ -15,8 +15,6 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from tests.faults import jobs
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 
 class OwnGenerator(Dataset):
     """From one sample on, draws noise by a generator that each rank seeds in its own way."""

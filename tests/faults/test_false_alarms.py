@@ -22,7 +22,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AXOSPARSE_NOTICE_SECONDS", "1")
 
 
-@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("g_inter", [2, 1])
 def test_a_slow_batch_a_compiler_a_pause_and_a_slow_checkpoint(
     g_inter: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

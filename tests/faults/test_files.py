@@ -73,7 +73,6 @@ def partials(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name.endswith(".partial")]
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_killed_during_a_write(tmp_path: Path) -> None:
     last = tmp_path / "last.ckpt"
     run = trainer(
@@ -92,7 +91,6 @@ def test_a_rank_killed_during_a_write(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [last]
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_killed_while_stages_write_a_folder(tmp_path: Path) -> None:
     def saves(epochs: int, *callbacks: Callback) -> Any:
         best = ModelCheckpoint(tmp_path, "{epoch}", enable_version_counter=False)

@@ -17,8 +17,6 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from tests.parity.cases import BATCHES, EPOCHS, Net, fit, trainer
 
-pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 
 class Fails(Callback):
     """Counts the attempts of a run in a folder; in the first of them something goes wrong."""

@@ -25,7 +25,6 @@ BOUND = 120
 """Seconds; an unloaded machine takes some five."""
 
 pytestmark = pytest.mark.usefixtures("soon")
-warm = pytest.mark.usefixtures("warm_ranks")
 
 
 @pytest.fixture
@@ -45,13 +44,11 @@ def fails(*words: str) -> Iterator[pytest.ExceptionInfo[RankFailedError]]:
         assert re.search(word, str(failure.value)), f"{word}\nis not in\n{failure.value}"
 
 
-@warm
 def test_nothing_goes_wrong() -> None:
     trainer = jobs.train(jobs.SetsCallbacks(), ranks=4, timeout=60)
     assert (trainer.global_step, trainer.callbacks) == (8, [])
 
 
-@warm
 def test_a_killed_rank_is_named() -> None:
     with fails(
         r"rank 1 \(stage 0 of replica 0\) on host \S+ was killed by SIGKILL",
@@ -80,7 +77,6 @@ def test_a_killed_rank_ends_the_others_where_the_launcher_does_not(
     assert re.search(where, done.stderr), done.stderr
 
 
-@warm
 def test_callbacks_save_after_a_sigterm_at_one_rank(tmp_path: Path) -> None:
     saves = OnExceptionCheckpoint(tmp_path)
     with fails("rank [01] .*failed: .*Rank 1 received SIGTERM"):
@@ -104,7 +100,6 @@ def test_a_killed_proxy_is_named() -> None:
         jobs.train(jobs.KillsItsProxy())
 
 
-@warm
 def test_a_stopped_rank_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
         with fails(
@@ -129,7 +124,6 @@ TENSOR = {
 }
 
 
-@warm
 def test_a_killed_rank_of_a_tensor_group_ends_those_that_share_its_layers() -> None:
     with fails(
         r"rank 1 \(stage 0 of replica 0\) on host \S+ was killed by SIGKILL",
@@ -138,7 +132,6 @@ def test_a_killed_rank_of_a_tensor_group_ends_those_that_share_its_layers() -> N
         jobs.train(jobs.Killed(), **TENSOR)
 
 
-@warm
 def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: Path) -> None:
     try:
         with fails(
@@ -153,7 +146,6 @@ def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: P
 EXPERTS = {"g_inter": 1, "g_expert": 2, "experts": "model.1.experts"}
 
 
-@warm
 def test_a_killed_rank_ends_those_whose_tokens_it_computes() -> None:
     with fails(
         r"rank 1 \(stage 0 of replica 1\) on host \S+ was killed by SIGKILL",
@@ -162,7 +154,6 @@ def test_a_killed_rank_ends_those_whose_tokens_it_computes() -> None:
         jobs.train(jobs.mixed(jobs.Killed()), **EXPERTS)
 
 
-@warm
 def test_a_stopped_rank_is_named_with_the_exchange_of_tokens(tmp_path: Path) -> None:
     try:
         with fails(
@@ -175,7 +166,6 @@ def test_a_stopped_rank_is_named_with_the_exchange_of_tokens(tmp_path: Path) -> 
         os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
 
 
-@warm
 def test_a_rank_in_endless_user_code_shows_its_stack(capfd: pytest.CaptureFixture[str]) -> None:
     with fails(r"rank 0 .*timeout=6 s", r"rank 1 .*in training batch 2") as failure:
         jobs.train(jobs.Endless(), timeout=6)
@@ -183,7 +173,6 @@ def test_a_rank_in_endless_user_code_shows_its_stack(capfd: pytest.CaptureFixtur
     assert "in count_stars" in capfd.readouterr().err
 
 
-@warm
 @pytest.mark.parametrize(("ranks", "g_inter"), [(2, 2), (2, 1)])
 def test_lengths_that_differ_raise_before_the_first_batch(ranks: int, g_inter: int) -> None:
     with fails(
@@ -195,7 +184,6 @@ def test_lengths_that_differ_raise_before_the_first_batch(ranks: int, g_inter: i
         jobs.train(jobs.Plain(), jobs.Unequal(longer=1), ranks, g_inter)
 
 
-@warm
 def test_lengths_of_validation_loaders_may_differ_over_replicas_only() -> None:
     with fails("unequal numbers of validation batches", "rank 1 .*loader length 5"):
         jobs.train(jobs.Plain(), jobs.Unequal(longer=1, where="val"))
@@ -203,7 +191,6 @@ def test_lengths_of_validation_loaders_may_differ_over_replicas_only() -> None:
     assert run.global_step == 8
 
 
-@warm
 @pytest.mark.parametrize("g_inter", [2, 1])
 @pytest.mark.parametrize("longer", [0, 1])
 def test_streams_of_different_lengths(g_inter: int, longer: int) -> None:
@@ -215,7 +202,6 @@ def test_streams_of_different_lengths(g_inter: int, longer: int) -> None:
         jobs.train(jobs.Plain(), jobs.Unequal(jobs.Stream, longer), 2, g_inter)
 
 
-@warm
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_one_rank_skips_the_rest_of_an_epoch(faulty: int) -> None:
     with fails(
@@ -226,7 +212,6 @@ def test_one_rank_skips_the_rest_of_an_epoch(faulty: int) -> None:
         jobs.train(jobs.SkipsTheRest(faulty))
 
 
-@warm
 @pytest.mark.parametrize(("faulty", "g_inter"), [(0, 2), (1, 2), (0, 1), (1, 1)])
 def test_one_rank_wants_to_stop(faulty: int, g_inter: int) -> None:
     with fails(
@@ -237,7 +222,6 @@ def test_one_rank_wants_to_stop(faulty: int, g_inter: int) -> None:
         jobs.train(jobs.WantsToStop(faulty), g_inter=g_inter)
 
 
-@warm
 def test_one_replica_synchronises_what_it_logs() -> None:
     with fails(
         "sync_dist=True",

@@ -193,7 +193,6 @@ def test_predictions_are_written_once(runs: list[Any], tmp_path: Path) -> None:
         assert sorted(ours) == sorted(written)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_learning_rates_are_found(runs: list[Any]) -> None:
     expected = learning_rates("auto")
     launched = learning_rates(strategy(), ranks=2)

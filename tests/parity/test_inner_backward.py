@@ -136,7 +136,6 @@ def test_through_layers_of_other_stages_it_is_refused(kind: type[Module]) -> Non
         train(kind, strategy)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_the_last_stage_refuses_it_and_the_job_ends() -> None:
     with pytest.raises(RankFailedError, match=rf"stage 1.*{REFUSED}"):
         train(Penalized, AxoSparseStrategy(g_inter=2, pipeline="net"), devices=2)

@@ -325,7 +325,7 @@ class Unequal(Net):
 @pytest.mark.slow
 @pytest.mark.parametrize(("balance", "lines"), [("parameters", 1), ([1, 3], 0)])
 def test_a_run_says_which_stage_computes_longest(
-    balance: Any, lines: int, warm_ranks: None, capfd: pytest.CaptureFixture[str]
+    balance: Any, lines: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
     strategy = AxoSparseStrategy(g_inter=2, balance=balance)

@@ -121,7 +121,7 @@ class WithoutContainer(Net):
 
 
 @pytest.mark.slow
-def test_ranks_name_the_modules_that_a_batch_calls(warm_ranks: None) -> None:
+def test_ranks_name_the_modules_that_a_batch_calls() -> None:
     run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[])
     with pytest.raises(RankFailedError, match=r"pipeline=\['stem', 'head'\]"):
         run.fit(WithoutContainer(), loader(1))
@@ -166,7 +166,6 @@ def floats(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_fit_validate_test_and_predict_return_as_usual() -> None:
     L.seed_everything(0, verbose=False)
     plain, module = trainer("auto"), Net()
@@ -196,7 +195,6 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
         assert torch.allclose(mine, theirs, atol=1e-6)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     L.seed_everything(0, verbose=False)
     ticket = EarlyBirdTicket(0.75, method="early-bird", every="1 epoch", draw_by="2 epochs")
@@ -249,7 +247,6 @@ class MadeLater(Net):
             self.refusal = str(refusal)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> None:
     trained = []
     for strategy, devices in ((AxoSparseStrategy(), 1), (AxoSparseStrategy(g_inter=2), 2)):
@@ -295,7 +292,6 @@ class Failing(Net):
         raise ArithmeticError("seven is not prime enough")
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_raises_ends_the_job_and_is_named() -> None:
     from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 

@@ -129,9 +129,10 @@ if __name__ == "__main__":
 
     import lightning_axosparse.strategy.launcher.worker
     import lightning_axosparse.strategy.strategy  # noqa: F401
-    from lightning_axosparse.strategy.launcher import launcher
+    from lightning_axosparse.strategy.launcher import fork_server
 
-    launcher.WORKER = (*WARM_PYTHON, *launcher.WORKER[1:])
+    fork_server.prepare = lambda: None
+    fork_server.COLD = (*WARM_PYTHON, "-m")
     gc.collect()
     gc.freeze()  # A fork would copy every page of these objects to collect garbage.
     serve(sys.argv[1])

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_teardown
-from lightning_axosparse.strategy.launcher import mpiexec
+from lightning_axosparse.strategy.launcher import fork_server, mpiexec
 from lightning_axosparse.strategy.launcher.call import (
     Call,
     CallFolder,
@@ -37,10 +37,7 @@ from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, lo
 from lightning_axosparse.support.messages import rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see, without_link
 
-WORKER = (sys.executable, "-m", "lightning_axosparse.strategy.launcher.worker")
-"""The command that runs a rank, before the folder of its call."""
-
-
+_WORKER = "lightning_axosparse.strategy.launcher.worker"
 _SEE = see("failing-and-waiting-ranks")
 
 
@@ -76,6 +73,7 @@ class MPILauncher(_Launcher):
         self.ranks_failed = False
         """Whether the last call has failed on its ranks, so that its effects are not here."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
+        fork_server.prepare()
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -160,18 +158,20 @@ class MPILauncher(_Launcher):
     def _run(self, folder: CallFolder) -> None:
         """Run the worker on every rank, until all have ended."""
         outputs = [mpiexec.Output(sys.stdout), mpiexec.Output(sys.stderr)]
-        command = [*WORKER, str(folder.path)]
-        self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
-        with RankMonitor(folder, self._processes, process) as monitor:
-            try:
-                mpiexec.relay(process, outputs)
-                code = process.wait()
-            except BaseException as interruption:
-                signum = signal.SIGTERM if isinstance(interruption, _Terminated) else signal.SIGINT
-                mpiexec.stop(process, signum, lambda: monitor.ranks_leave)
-                raise
-            finally:
-                self._mpiexec = None
+        with fork_server.rank_command() as python:
+            command = [*python, _WORKER, str(folder.path)]
+            self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
+            with RankMonitor(folder, self._processes, process) as monitor:
+                try:
+                    mpiexec.relay(process, outputs)
+                    code = process.wait()
+                except BaseException as interruption:
+                    terminated = isinstance(interruption, _Terminated)
+                    signum = signal.SIGTERM if terminated else signal.SIGINT
+                    mpiexec.stop(process, signum, lambda: monitor.ranks_leave)
+                    raise
+                finally:
+                    self._mpiexec = None
         if code != 0 or not folder.result.exists():
             code = 0 if monitor.stopped_mpiexec else code
             failure = describe_failure(folder.first_failure(), monitor.first, code)

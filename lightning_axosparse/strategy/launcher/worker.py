@@ -40,8 +40,12 @@ from lightning_axosparse.support.files import keep_sockets_in
 _PR_SET_PDEATHSIG = 1
 
 
-def main(folder: CallFolder) -> None:
-    """Run the call of ``folder`` as the rank that MPI says this process is."""
+def main(path: str, parent: str = "0") -> None:
+    """Run the call of a folder as the rank that MPI says this process is.
+
+    ``parent`` is the process that mpiexec has started it from, if that is not its own parent.
+    """
+    folder = CallFolder(Path(path))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Write whole lines, as on a terminal, so that the lines of ranks do not mix. That is not
         # the default in a pipe, nor where Python runs unbuffered.
@@ -58,7 +62,7 @@ def main(folder: CallFolder) -> None:
         unlink_segments(world)
         # Until the strategy sets its rank, every process would be rank zero for Lightning.
         vars(rank_zero_only).update(rank=world.rank)
-        publish(world.rank, folder.status(world.rank))
+        publish(world.rank, folder.status(world.rank), int(parent))
         if world.rank == 0:
             note_checkpoints_in(folder.checkpoints)
         watchdog.before_abort.append(partial(_report, folder))
@@ -120,4 +124,4 @@ def _run(call: Call, folder: CallFolder, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(CallFolder(Path(sys.argv[1])))
+    main(*sys.argv[1:])

@@ -124,7 +124,6 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     assert (result.stages, result.replicas, result.steps) == (1, 1, EPOCHS * BATCHES)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
     search = EarlyBirdTicket(
         pruning_ratio=0.75, method="early-bird", window=2, every="1 epoch", draw_by="1 epoch"

@@ -132,7 +132,6 @@ def expected(tmp_path: Path) -> dict[str, Tensor]:
     return state
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_ranks_that_fail_together_save_the_whole_model(tmp_path: Path, expected: Any) -> None:
     torch.manual_seed(0)
     callbacks = [
@@ -150,7 +149,6 @@ def test_ranks_that_fail_together_save_the_whole_model(tmp_path: Path, expected:
         torch.testing.assert_close(saved["state_dict"], expected)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_fails_alone_leaves_files_as_they_were(tmp_path: Path) -> None:
     before = tmp_path / "before.ckpt"
     before.write_text("of an earlier run")

@@ -99,7 +99,6 @@ def launch(folder: Path) -> None:
     MPILauncher(SingleDeviceStrategy("cpu"), 2).launch(write_what_is_mapped, folder)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_the_next_call_removes_what_a_killed_one_left(tmp_path, monkeypatch):
     (tmp_path / "tmp").mkdir()
     caller = FORK.Process(target=launch, args=[tmp_path])

@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.strategy.launcher import launcher
+from lightning_axosparse.strategy.launcher import fork_server
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
-from tests.ranks import PATIENCE, WARM_RANKS, warm_python
+from tests.ranks import PATIENCE
 
 
 class Ranks(SingleDeviceStrategy):
@@ -186,7 +186,6 @@ def session(ranks: int, folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_call_has_the_effects_of_one_in_this_process(tmp_path):
     here = session(0, tmp_path / "here")
     lost = r"unpicklable \(lock\), trainer.callbacks\[0\].one_way \(OneWay\) on the rank"
@@ -219,7 +218,6 @@ class Breaking(BoringModel):
         MPI.COMM_WORLD.Barrier()
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_raises(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer = Trainer(strategy=Ranks(2), accelerator="auto", logger=False, barebones=True)
@@ -249,14 +247,15 @@ def test_a_rank_that_is_killed():
 @pytest.mark.parametrize("fails", ["publish", "_report"])
 def test_a_rank_that_cannot_begin_or_report(fails, monkeypatch):
     script = (
-        "import sys\nfrom pathlib import Path\n"
+        "import sys\n"
         "from lightning_axosparse.strategy.launcher import worker\n"
         "class Full(OSError): ...\n"
         "def full(*_): raise Full('no space left')\n"
         f"if worker.world_communicator().rank == 1: worker.publish = worker.{fails} = full\n"
-        "worker.main(worker.CallFolder(Path(sys.argv[1])))"
+        "worker.main(sys.argv[2])"
     )
-    monkeypatch.setattr(launcher, "WORKER", (sys.executable, "-c", script))
+    monkeypatch.setattr(fork_server, "prepare", lambda: None)
+    monkeypatch.setattr(fork_server, "COLD", (sys.executable, "-c", script))
     words = "rank 1.* failed: .*no space left" if fails == "publish" else "ended with exit code 1"
     with pytest.raises(RankFailedError, match=words):
         MPILauncher(Ranks(2), 2).launch(time.sleep, 60)
@@ -269,7 +268,6 @@ def listening() -> set[str]:
     return {each.laddr.ip for each in connections if each.status == "LISTEN"}
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_other_hosts_cannot_connect_to_ranks():
     assert MPILauncher(Ranks(2), 2).launch(listening) <= {"127.0.0.1"}
 
@@ -413,11 +411,10 @@ def test_from_a_script_without_a_file(how, tmp_path):
 
 
 def test_from_a_notebook(tmp_path):
-    parts = [WARM_RANKS, *SCRIPT.replace("RANKS", "2").split("\n\n")]
+    parts = SCRIPT.replace("RANKS", "2").split("\n\n")
     cells = [nbformat.v4.new_code_cell(part) for part in parts]
     notebook = nbformat.v4.new_notebook(cells=cells)
     path = os.pathsep.join(path for path in sys.path if path)
-    warm_python()
     resources = {"metadata": {"path": str(tmp_path)}}
     client = NotebookClient(notebook, timeout=PATIENCE, resources=resources)
     client.execute(env={**os.environ, "PYTHONPATH": path})
