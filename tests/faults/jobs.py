@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.distributed.rank_status import this_rank
 
 WIDTH, SAMPLES = 4, 4
 STUCK_AT = 2
@@ -250,7 +251,7 @@ class Crashes(Plain):
 
 class KillsItsProxy(Plain):
     def go_wrong(self) -> None:
-        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(this_rank().proxy, signal.SIGKILL)
         time.sleep(60)
 
 

@@ -44,7 +44,8 @@ def main(address: str, module: str, *arguments: str) -> None:
     code = _answer(server)
     if code >= 0:
         os._exit(code)
-    signal.signal(-code, signal.SIG_DFL)
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 
 
