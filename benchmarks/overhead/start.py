@@ -2,7 +2,7 @@
 
     python -m benchmarks.overhead.start
 
-Each trial is a process of its own, with two ``fit`` of a small module by Lightning alone, then
+Each trial is a process of its own, with a ``fit`` of a small module by Lightning alone, then
 three on two ranks, which are forks or, in "cold" trials, new Pythons. Trials are interleaved.
 Prints a Markdown table with the medians of the seconds.
 """
@@ -66,7 +66,7 @@ def trial(cold: bool) -> list[float]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     if cold:
         fork_server.prepare = lambda: None
-    return [seconds_of_fit(ranks) for ranks in (1, 1, 2, 2, 2)]
+    return [seconds_of_fit(ranks) for ranks in (1, 2, 2, 2)]
 
 
 def main() -> None:
@@ -86,9 +86,8 @@ def main() -> None:
     print("| ranks | Lightning alone | first call | second call | third call |")
     print("| --- | --: | --: | --: | --: |")
     for kind, name in (("warm", "forks"), ("cold", "new Pythons")):
-        _, alone, *calls = (statistics.median(each) for each in zip(*seconds[kind], strict=True))
-        cells = " | ".join(f"{each:.1f} s ({each / alone:.1f})" for each in calls)
-        print(f"| {name} | {alone:.2f} s | {cells} |")
+        medians = (statistics.median(each) for each in zip(*seconds[kind], strict=True))
+        print(f"| {name} | {' | '.join(f'{each:.1f} s' for each in medians)} |")
 
 
 if __name__ == "__main__":

@@ -121,6 +121,19 @@ def test_a_failed_call_leaves_no_rank_to_the_next_one(how, words):
         time.sleep(0.05)
 
 
+def kill_parent() -> None:
+    if placement().rank == 0:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def test_if_it_is_killed_its_ranks_end_and_the_next_call_has_another():
+    before = server()
+    with pytest.raises(RankFailedError, match="killed by SIGKILL"):
+        launch(kill_parent)
+    assert launch(os.getppid) == server().pid != before.pid
+
+
 def test_it_sleeps_between_calls():
     launch(os.getpid)
     while (process := server()).children():
