@@ -47,13 +47,13 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingBatch,
     TrainingStageStep,
 )
-from lightning_axosparse.pipeline.whole_batch import (
+from lightning_axosparse.pipeline.step_end import (
     EndedStageStep,
     StepEnd,
-    StepFront,
     WholeStageStep,
     WholeStep,
 )
+from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.object_trees import CannotPickle
 from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see

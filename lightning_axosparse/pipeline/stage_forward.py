@@ -7,7 +7,7 @@ Every stage runs the user's whole step on the whole module. Calling a layer does
     layer of a later stage       ends the step by raising ``StageEdge``
 
 So does the return of the last layer: the end of the step runs once, on the whole batch, as one more
-stage without layers, in which every layer is replaced (``whole_batch``). Only where losses are
+stage without layers, in which every layer is replaced (``step_end``). Only where losses are
 differentiated micro-batch by micro-batch does the step go on behind the last layer.
 ``skip_tensors`` sends along what the code between layers has computed, ``side_outputs`` what hooks
 and attributes of earlier layers hold, as far as later stages read it (``message``).

@@ -33,12 +33,11 @@ from lightning_axosparse.pipeline.stage_step import Batch, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples, lent
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
 from lightning_axosparse.pipeline.state.values import MISSING, same
-from lightning_axosparse.pipeline.whole_batch import StepEnd
+from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.compat.logging import alike
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.trace import clock
-from lightning_axosparse.support.troubleshooting import see
 
 _Changes: TypeAlias = dict[int, list[Mapping[Place, Any]]]
 """What passes change on layers, by stage."""
@@ -133,7 +132,6 @@ class Comparison:
             parts, of_parts = self._passed(step.microbatches)
             found = self._compared(whole, parts)
             found = found._replace(**_changed(of_first, of_again, of_whole, of_parts))
-            found = found._replace(warnings=[*found.warnings, *self._hooked()])
             if stage_module.runs_last_stage and may_part and not found.problem:
                 found = self._with_losses(found, parts[stage_module.last_stage])
             found = found._replace(draws=self._draws)
@@ -182,19 +180,6 @@ class Comparison:
             if stage == stage_module.last_stage:
                 layouts = known
         return Found(layers=layers, layouts=layouts)
-
-    def _hooked(self) -> Iterator[str]:
-        """Warnings of modules inside layers that have hooks on their backward passes."""
-        layers = self._stage_module.layers
-        for stage in self._stage_module.stages if self._run.pipeline.is_divided else ():
-            for index in layers.part(stage):
-                for name, part in layers.layers[index].named_modules(prefix=layers.names[index]):
-                    if part._backward_hooks or part._backward_pre_hooks:
-                        yield (
-                            f"Backward hooks of {name!r} are called for each micro-batch, with its "
-                            "gradients, so losses and weights may differ from those of one process."
-                            + see("steps")
-                        )
 
     def _named(self, stage: int, index: int) -> str:
         """A layer in words; with -1 the last one of a stage, or one before it."""

@@ -29,7 +29,7 @@ from lightning_axosparse.pipeline.microbatch import (
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
 from lightning_axosparse.pipeline.stage_step import Again, Batch, TrainingBatch, TrainingStageStep
-from lightning_axosparse.pipeline.whole_batch import RunAgain, StepEnd
+from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
     gradients_are_seen,
