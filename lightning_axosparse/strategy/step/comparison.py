@@ -102,6 +102,8 @@ class Comparison:
         self._module, self._stage_module = run.stage_module.module, run.stage_module
         self._changes: _Changes = {}
         self._rewinds = True
+        self._peaks: dict[int, int] = {}
+        """Most bytes that the first pass through each stage takes at a time."""
         self._states: dict[int, ModuleState] = {}
         stages = (*self._stage_module.stages, self._stage_module.layers.end)
         self._numbers = {stage: ComparedNumbers(step.whole.size) for stage in stages}
@@ -118,20 +120,22 @@ class Comparison:
         group, first = stage_module.groups.whole, step.microbatches[:1]
         with self._modes(), clock.paused(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with peak_bytes(stage_module.device) as peak:
-                _, of_first = self._passed(first)
-            taken = peak() * step.whole.size / first[0].size
-            if not all(all_gather(taken <= free(), group)):
+            parts, of_parts = self._passed(step.microbatches)
+            taken = max(self._peaks.values()) * step.whole.size / first[0].size
+            changes = any(change for passes in of_parts.values() for change in passes)
+            fit, change = zip(*all_gather((taken <= free(), changes), group), strict=True)
+            if not all(fit):
                 text = f"its {step.whole.size} samples at once would not fit into memory"
                 return Found(text, is_too_large=True)
+            of_again: _Changes = {}
             with patched(self, "_rewinds", False):
                 whole, of_whole = self._passed([step.whole])
-                _, of_again = self._passed(first)
+                if any(change):
+                    _, of_again = self._passed(first)
             for state in self._states.values():
                 state.rewind()
-            parts, of_parts = self._passed(step.microbatches)
             found = self._compared(whole, parts)
-            found = found._replace(**_changed(of_first, of_again, of_whole, of_parts))
+            found = found._replace(**_changed(of_again, of_whole, of_parts))
             if stage_module.runs_last_stage and may_part and not found.problem:
                 found = self._with_losses(found, parts[stage_module.last_stage])
             found = found._replace(draws=self._draws)
@@ -155,12 +159,24 @@ class Comparison:
             state = self._states[stage]
             with state.writes():
                 try:
-                    yield
+                    with self._measured(stage):
+                        yield
                 finally:
                     changes = {place: lent(value) for place, value in state.changes().items()}
                     self._changes.setdefault(stage, []).append(changes)
                     if self._rewinds:
                         state.rewind()
+
+    @contextmanager
+    def _measured(self, stage: int) -> Iterator[None]:
+        if stage in self._peaks:
+            yield
+            return
+        with peak_bytes(self._stage_module.device) as peak:
+            try:
+                yield
+            finally:  # The edge of a stage is raised.
+                self._peaks[stage] = peak()
 
     def _compared(
         self, whole: Mapping[int, list[Activation]], parts: Mapping[int, list[Activation]]
@@ -309,21 +325,20 @@ def _differentiable(activation: Activation) -> Message:
     return message
 
 
-def _changed(first: _Changes, again: _Changes, whole: _Changes, parts: _Changes) -> dict[str, Any]:
+def _changed(again: _Changes, whole: _Changes, parts: _Changes) -> dict[str, Any]:
     """What micro-batches change on layers.
 
     What becomes the same from whatever it was before, such as an auxiliary loss or a masked weight,
     is no state.
 
     Args:
-        first: by the first micro-batch.
-        again: by it, after the whole batch.
+        again: by the first micro-batch, after the whole batch.
         whole: by the whole batch.
         parts: by each micro-batch, from the same state.
     """
     counted, rewritten = list[tuple[Place, int]](), list[tuple[Place, int]]()
     warned = list[str]()
-    before, after, of_whole = map(_merged, (first, again, whole))
+    before, after, of_whole = map(_merged, (parts, again, whole))
     for stage, of_parts in parts.items():
         places = dict.fromkeys(place for changes in of_parts for place in changes)
         for place in places:
