@@ -125,6 +125,13 @@ def _has_tensors(module: nn.Module, name: str) -> bool:
     return any(True for _ in chain(layer.parameters(), layer.buffers()))
 
 
+def _has_state(layer: nn.Module) -> bool:
+    """Whether a layer has tensors or hooks, so that it cannot be on several stages."""
+    parts = list(layer.modules())
+    hooks = (part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return any(hooks) or any(True for _ in chain(layer.parameters(), layer.buffers()))
+
+
 class Partition(NamedTuple):
     """Which layers of a module each stage computes.
 
@@ -244,10 +251,12 @@ def find_layers(
             + see("layers")
         )
     layers = {name: layer for name, _, layer in found}
-    if len(set(layers.values())) < len(found):
+    times = Counter(layer for _, _, layer in found)
+    if len(layers) < len(found) or any(n > 1 and _has_state(each) for each, n in times.items()):
         raise MisconfigurationException(
-            f"{where} holds one layer object several times. Stages own whole layers, so give each "
-            "position its own layer; parameters may be shared between them." + see("layers")
+            f"{where} holds one layer object several times, with parameters, buffers or hooks. "
+            "Stages own whole layers, so give each position its own layer; parameters may be "
+            "shared between them." + see("layers")
         )
     chooses = given is None and len(paths) > 1
     if chooses or any(name.count(".") > path.count(".") + 1 for name, path, _ in found):
