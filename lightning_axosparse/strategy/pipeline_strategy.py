@@ -16,11 +16,11 @@ from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoint
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pipeline.shard.sharded_module import (
-    bring,
-    everything,
+    all_tensors,
+    gather_tensors,
     is_left_sharded,
+    mark_whole,
     parameters_on_meta,
-    take,
 )
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import densify
@@ -147,8 +147,8 @@ class PipelineStrategy(MPIStrategy):
         self._tensors = None
         if self._groups.tensor is not None:
             if is_left_sharded(self._module):
-                bring(self._module, everything(self._module))
-                take(self._module)
+                gather_tensors(self._module, all_tensors(self._module))
+                mark_whole(self._module)
             # Imported here, because it loads DTensor.
             from lightning_axosparse.strategy.tensor_parallel import TensorShards
 

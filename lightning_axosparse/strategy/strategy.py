@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.schedule import WeightGradients
-from lightning_axosparse.pipeline.shard.sharded_module import summoned
+from lightning_axosparse.pipeline.shard.sharded_module import full_module
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse import sparsify
@@ -390,7 +390,7 @@ class AxoSparseStrategy(PipelineStrategy):
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
                 + see("values-between-layers")
             )
-        with summoned(self._module, self.is_global_zero or not rank0_only):
+        with full_module(self._module, self.is_global_zero or not rank0_only):
             yield
 
     def keep_sharded(self) -> None:

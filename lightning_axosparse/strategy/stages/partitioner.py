@@ -21,9 +21,9 @@ from lightning_axosparse.pipeline.shard.partition import (
 )
 from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
+    full_module,
     is_left_sharded,
     load_values,
-    summoned,
 )
 from lightning_axosparse.pipeline.shard.sharding import Sharding
 from lightning_axosparse.pruning.ticket import Ticket
@@ -92,7 +92,7 @@ class Partitioner:
             return partition
         if self.are_measured:
             seconds: list[float] = []
-            with summoned(self.module, self._ranks.is_global_zero):
+            with full_module(self.module, self._ranks.is_global_zero):
                 if self._ranks.is_global_zero:
                     arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
                     seconds = profile_example(self.module, *arguments)

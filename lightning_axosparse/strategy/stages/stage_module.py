@@ -27,10 +27,10 @@ from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.shard.sharded_module import (
-    bring,
+    gather_tensors,
     is_left_sharded,
     leave_sharded,
-    take,
+    mark_whole,
     validate_values,
 )
 from lightning_axosparse.pipeline.shard.sharding import RemoteGradients, Sharding, free
@@ -132,8 +132,8 @@ class StageModule:
         """
         names = self.sharding.names
         if is_left_sharded(self.module):
-            bring(self.module, self.sharding.split(self.stages)[0])
-            take(self.module)
+            gather_tensors(self.module, self.sharding.split(self.stages)[0])
+            mark_whole(self.module)
         validate_values(self.sharding.split(self.stages)[0].items(), self.grid.stage)
         self._optimizers = optimizers
         if not self.is_whole:
@@ -224,7 +224,7 @@ class StageModule:
 
     def release(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
-        take(self.module)
+        mark_whole(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
         first = self.grid.pipeline_index == 0
         for name, parameter in self.sharding.held().items():
