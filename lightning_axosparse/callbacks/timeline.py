@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 COLOURS: dict[Activity, str] = {
     "forward": "#4c78a8",
     "backward": "#f58518",
-    "weight gradient": "#e45756",
     "wait": "#e4e4e4",
     "all-reduce": "#54a24b",
     "optimizer": "#b279a2",

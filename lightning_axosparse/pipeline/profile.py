@@ -259,7 +259,7 @@ class StageTimes:
 
 
 def _computed() -> float:
-    return clock.totals["forward"] + clock.totals["backward"] + clock.totals["weight gradient"]
+    return clock.totals["forward"] + clock.totals["backward"]
 
 
 def _say(seconds: Sequence[float]) -> None:

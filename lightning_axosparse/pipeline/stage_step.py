@@ -12,8 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.batch_layout import copied
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
@@ -308,8 +306,6 @@ class TrainingStageStep(StageStep):
         self,
         *shared: Any,
         limit: InFlightLimit,
-        split: SplitLayers,
-        defers: Callable[[int], bool],
         is_first_here: bool,
         deferred: Collection[nn.Parameter] = (),
         end_backward: Callable[[], None] = lambda: None,
@@ -318,8 +314,7 @@ class TrainingStageStep(StageStep):
         assert isinstance(self.batch, TrainingBatch)
         self._backward = self.batch.backward
         self._limit, self._is_first_here = limit, is_first_here
-        self._split, self._queue = split, WeightGradientQueue(self._backward.mark_final)
-        self._defers, self._deferred, self._end_backward = defers, deferred, end_backward
+        self._deferred, self._end_backward = deferred, end_backward
         self._visits: dict[int, Visit] = {}
         self.is_void = False
         """Whether the batch has to run again, and these gradients do not count."""
@@ -347,17 +342,11 @@ class TrainingStageStep(StageStep):
         is_final = is_last_pass and self._is_first_here and not self.is_void
         if is_final:
             assert gradients.factor is not None
-            deferred = {*self._split.parameters, *self._deferred}
-            self._backward.begin_last(gradients.factor, deferred)
+            self._backward.begin_last(gradients.factor, self._deferred)
         visit = self._visits.pop(microbatch, None)
-        with self._deferring(microbatch, visit, gradients):
-            self._differentiate(microbatch, sent, gradients)
+        self._differentiate(microbatch, sent, gradients)
         if visit is not None:
             visit.validate_placeholders()
-        if microbatch == 0:
-            self._limit.measured_pending(self.stage, self._queue.bytes_of(microbatch))
-        if is_last_pass:
-            self._queue.end_backwards()
         if is_final:
             self._end_backward()
             for parameter in self._deferred:
@@ -371,37 +360,8 @@ class TrainingStageStep(StageStep):
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         propagate(sent, gradients.tensors)
 
-    def _deferring(
-        self, microbatch: int, visit: Visit | None, gradients: Gradients
-    ) -> AbstractContextManager[None]:
-        """Make the context of a backward pass, in which products are queued if it defers."""
-        self._split.suspended = not self._defers(microbatch)
-        if self._split.suspended or visit is None:
-            return nullcontext()
-        borrowed = [*gradients.tensors, *visit.tensors]
-        return self._split.deferring(self._queue, microbatch, borrowed)
-
-    @property
-    def reordered_sums(self) -> bool:
-        """Whether weight gradients that were made later stand in another order in a sum.
-
-        It shows in batches that defer all of them: after whole backward passes there are others.
-        """
-        return self._queue.reordered and self._defers(0)
-
-    def make_weight_gradient(self, microbatch: int) -> bool:
-        """Make one of the weight gradients that backward passes have left.
-
-        Returns:
-            Whether those of this micro-batch are complete.
-        """
-        if self._queue.holds(microbatch):
-            self._queue.compute_next()
-        return not self._queue.holds(microbatch)
-
     def _forward_context(self, visit: Visit) -> AbstractContextManager[None]:
-        """Split layers if the backward pass defers, and measure what the pass leaves in memory."""
-        self._split.suspended = not self._defers(visit.microbatch)
+        """Measure what the pass leaves in memory."""
         return self._limit.measured(self.stage, visit.tensors)
 
 

@@ -76,7 +76,6 @@ class LayerCosts:
         forward: work of the forward pass, in units of which a device does :attr:`Cluster.speed` a
             second.
         backward: work of the backward pass.
-        weight_gradients: work of the part of it that makes weight gradients and can be deferred.
         recomputed: work of the second forward pass under activation checkpointing.
         weights: number of weights.
         activation_bytes: bytes of activations saved for the backward pass.
@@ -92,7 +91,6 @@ class LayerCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    weight_gradients: tuple[float, ...]
     recomputed: tuple[float, ...]
     weights: tuple[float, ...]
     activation_bytes: tuple[float, ...]
@@ -199,8 +197,6 @@ class Transformer:
         return LayerCosts(
             forward=forward,
             backward=tuple(2 * flops for flops in forward),
-            # Attention has no weights, and those of the tied head are made in backward passes.
-            weight_gradients=each(self._token_flops),
             recomputed=each(self.layer_flops),
             weights=each(self.layer_weights),
             activation_bytes=each(self.layer_activation_bytes),

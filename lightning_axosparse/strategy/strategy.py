@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,7 +14,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.pipeline.shard.sharded_module import full_module
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.rule import Stored
@@ -91,15 +90,7 @@ class AxoSparseStrategy(PipelineStrategy):
             what memory allows after the first step, and again after a ticket was drawn: from
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
             latency. Losses and weights do not depend on it.
-        schedule: what a stage runs next, and when it makes the gradients of weights.
-            "message-driven" runs what has arrived. For stages on CPUs that exchange messages, and
-            without ``recompute``, it runs the first 24 batches, and as many after a draw, in the
-            following three ways, and keeps the fastest; else it is "together": all gradients of a
-            layer are made in its backward pass. "deferred" makes those of weights where the stage
-            would wait for a message, so the previous stage gets its gradient earlier: for linear
-            layers, Hugging Face's ``Conv1D`` and convolutions whose weights are dense. "cooldown"
-            does so for the last ``2 * g_inter - 1`` micro-batches alone. Gradients are the same to
-            the bit, and complete before anything of Lightning reads them. "1f1b" is the static
+        schedule: what a stage runs next: "message-driven" whatever has arrived, "1f1b" the static
             order of PipeDream-flush, for comparison.
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
@@ -169,7 +160,7 @@ class AxoSparseStrategy(PipelineStrategy):
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
-        schedule=one_of("message-driven", "1f1b", *get_args(WeightGradients)),
+        schedule=one_of("message-driven", "1f1b"),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
         loss=one_of("auto", "whole", "parts"),
@@ -192,7 +183,7 @@ class AxoSparseStrategy(PipelineStrategy):
         pipeline: str | Sequence[str] | None = None,
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
-        schedule: str = "message-driven",
+        schedule: Literal["message-driven", "1f1b"] = "message-driven",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         loss: Literal["auto", "whole", "parts"] = "auto",
@@ -367,7 +358,7 @@ class AxoSparseStrategy(PipelineStrategy):
         self.use_freed_memory()
 
     def use_freed_memory(self) -> None:
-        """Choose in-flight limit, schedule and grid again, as the last pruning has freed memory."""
+        """Choose in-flight limit and grid again, as the last pruning has freed memory."""
         self._state.run.after_draw()
 
     @contextmanager

@@ -44,11 +44,8 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
     module = trainer.lightning_module
     if config.pipelines:
         validate_steps(module, trainer.state.fn)
-    if trainer.state.fn == TrainerFn.FITTING:
-        if config.pipelines:
+        if trainer.state.fn == TrainerFn.FITTING:
             validate_module(module)
-        if config.defers_gradients:
-            validate_split_module(module)
     if config.shares_layers or (config.g_inter > 1 and config.transport != "loopback"):
         validate_callbacks(callbacks_of(trainer))
     if config.shares_layers:
@@ -97,16 +94,6 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
                 "would train on different ones. Take `batch, batch_idx` instead; or use g_inter=1 "
                 "and microbatches=1." + see("steps")
             )
-
-
-def validate_split_module(module: LightningModule) -> None:
-    """Check that backward passes of a module may leave out weight gradients."""
-    if overrides(module, "backward"):
-        raise MisconfigurationException(
-            f"{type(module).__name__} overrides `backward`, which may read gradients that "
-            "schedule='deferred' and 'cooldown' make only after it. "
-            "Leave the argument out, or `backward`." + see("steps")
-        )
 
 
 def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:

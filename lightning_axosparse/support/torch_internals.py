@@ -206,11 +206,6 @@ def backward_passes_by(run: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-def saved_tensors_are_hooked() -> bool:
-    """Return whether ``saved_tensors_hooks`` replace what autograd saves, as in checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 def graph_nodes(
     outputs: Iterable[Tensor | None], function: type[torch.autograd.Function]
 ) -> list[Any]:

@@ -21,9 +21,7 @@ from lightning_axosparse.distributed.gradient_reducer import (
 )
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
-from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
-from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.shard.sharded_module import (
@@ -63,7 +61,6 @@ class StageModule:
         experts: those that are spread over several ranks; None where they are not.
         parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
-        split: the layers whose weight gradients may be made apart from backward passes.
         recompute: how layers are recomputed; None where they are not.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
         remote_gradients: the gradients of parameters of other stages.
@@ -90,9 +87,6 @@ class StageModule:
         self.recompute: ActivationCheckpointing | None = None
         if config.recompute is not None:
             self.recompute = ActivationCheckpointing(config.recompute, device)
-        schedules = (SCHEDULES[name] for name in config.schedules(module, device))
-        self._splits_backward = any(each.defers_weight_gradients for each in schedules)
-        self.split = SplitLayers(module)
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._attached = ExitStack()
@@ -327,9 +321,6 @@ class StageModule:
     def _attach(self) -> None:
         """Let the layers compute as stages, and the gradients be reduced."""
         module, undo = self.module, self._attached
-        if self._splits_backward:
-            self.split.install()
-            undo.callback(self.split.uninstall)
         self.layers.install(self.stages)
         undo.callback(self.layers.uninstall)
         self.remote_gradients.follow()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -11,9 +11,10 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.engine import Pipeline, agreed_order
 from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.state.layer_state import LayerState
 from lightning_axosparse.pipeline.state.module_state import ModuleState
 from lightning_axosparse.strategy.compat.callbacks import sync_advice_silenced
@@ -32,15 +33,14 @@ from lightning_axosparse.support.patched import patched
 class OpenPipeline:
     """What steps need on one grid of ranks; creating it is collective over the job.
 
-    The fastest of the training schedules of these names is used. ``give_gradients`` gives
-    parameters the gradients that a step has computed.
+    ``give_gradients`` gives parameters the gradients that a step has computed.
     """
 
     def __init__(
         self,
         stage_module: StageModule,
         limit: InFlightLimit,
-        schedules: Sequence[str],
+        schedule: type[Schedule],
         precision: Precision,
         give_gradients: Callable[[], None],
     ) -> None:
@@ -63,10 +63,9 @@ class OpenPipeline:
             self.pipeline = Pipeline(
                 stage_module.layers,
                 stage_module.links(limit.largest),
-                ScheduleChoice(schedules, partial(all_gather, group=groups.world)),
+                schedule,
                 limit,
                 self.rng,
-                stage_module.split,
                 partial(all_gather, group=groups.inter),
                 agreed_order(groups.ordered),
                 self._outer_parameters,

@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
+from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
@@ -28,6 +28,7 @@ from lightning_axosparse.pipeline.microbatch import (
 )
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.stage_step import Again, Batch, TrainingBatch, TrainingStageStep
 from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
@@ -90,7 +91,7 @@ class StepRunner:
         trainer = module.trainer
         fewest = fewest_samples(module) if config.microbatches is None else 1
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
-        self._schedules = config.schedules(module, device)
+        self._schedule = SCHEDULES[config.schedule]
         self._loss: Loss = config.loss
         self.parts = config.parts
         """Micro-batches that are wanted of a batch."""
@@ -117,7 +118,7 @@ class StepRunner:
         self._times = StageTimes(stage_module.groups.inter if is_timed else None)
         limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
         return OpenPipeline(
-            stage_module, limit, self._schedules, self._precision, self._give_gradients
+            stage_module, limit, self._schedule, self._precision, self._give_gradients
         )
 
     def close(self) -> None:
@@ -130,9 +131,8 @@ class StepRunner:
         return self._open.pipeline.limit
 
     def measure_again(self) -> None:
-        """Choose the in-flight limit and the schedule again, because the model became smaller."""
+        """Choose the in-flight limit again, because the model became smaller."""
         self._open.pipeline.limit.measure_again()
-        self._open.pipeline.choice.measure_again()
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
