@@ -78,7 +78,6 @@ SLOW = (
     "parity/test_tickets.py::test_every_grid_draws_the_ticket_of_one_process[offloaded]",
     "parity/test_tickets.py::test_stages_keep",
     "parity/test_transformers.py::test_a_network_of_transformers_trains_as_on_one_process[2-",
-    "parity/test_weight_gradients.py",
     "launcher/test_launcher.py::test_a_rank_that_cannot_begin",
     "launcher/test_launcher.py::test_after_ctrl_c",
     "launcher/test_launcher.py::test_from_a_notebook",

@@ -296,7 +296,7 @@ class TrainingStageStep(StageStep):
     """The forward and backward passes of one stage through one batch.
 
     The last backward pass of a stage that ``is_first_here``, in this process, makes the gradients
-    of the process final, but for those of parameters that ``deferred`` returns: they are final when
+    of the process final, but for those of ``deferred`` parameters: they are final when
     ``end_backward`` was called.
     """
 

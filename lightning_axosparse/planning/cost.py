@@ -153,12 +153,8 @@ class Transformer:
     @property
     def layer_flops(self) -> float:
         """Floating-point operations of a block's forward pass on one sample."""
-        return self._token_flops + 4 * self.sequence**2 * self.width
-
-    @property
-    def _token_flops(self) -> float:
-        """Floating-point operations of a block's products with weights on one sample."""
-        return (8 + 16 * self.chosen) * self.width**2 * self.sequence
+        with_weights = (8 + 16 * self.chosen) * self.width**2 * self.sequence
+        return with_weights + 4 * self.sequence**2 * self.width
 
     @property
     def head_flops(self) -> float:

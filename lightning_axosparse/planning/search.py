@@ -201,10 +201,11 @@ class _StepEstimate:
         """Seconds that a step takes at least, whatever the schedule.
 
         These are all passes of one stage, and those of one micro-batch on the stages before it.
+        The last backward pass of the first stage comes after all of these, then its all-reduce.
         """
         both = self._forward + self._backward
         pipeline = both.cumsum() - both + self._microbatches * both
-        return float((pipeline + (self._all_reduce + self._optimizer).min()).max())
+        return float(pipeline.max() + self._all_reduce[0] + self._optimizer[0])
 
     def plan(self) -> Plan:
         """Simulate the step."""

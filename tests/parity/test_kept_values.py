@@ -166,7 +166,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(runs: dict[str, li
 
 
 def train_recurrent(ranks: int) -> Record:
-    strategy = AxoSparseStrategy(g_inter=ranks, microbatches=4, schedule="deferred")
+    strategy = AxoSparseStrategy(g_inter=ranks, microbatches=4)
     return train(strategy, ranks, None, module=Recurrent)[0]
 
 
