@@ -240,9 +240,8 @@ class StageStep:
         batch = self.batch
         visit.modes = modes
         self._rng.begin_run()
-        context = self._forward_context(visit)
         try:
-            with batch.of_pass(self.stage), batch.observed(part, visit), context:
+            with batch.of_pass(self.stage), batch.observed(part, visit):
                 with self._layers.visit(visit), batch.precision():
                     given = copied(part.batch)
                     self._given(given, part, visit)
@@ -258,10 +257,6 @@ class StageStep:
 
     def _given(self, batch: Any, part: MicroBatch, visit: Visit) -> None:
         """Take in what the step is given of a micro-batch."""
-
-    def _forward_context(self, visit: Visit) -> AbstractContextManager[None]:
-        """Make the context in which the step runs on a micro-batch."""
-        return nullcontext()
 
 
 class ProbingStep(StageStep):
@@ -360,8 +355,13 @@ class TrainingStageStep(StageStep):
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         propagate(sent, gradients.tensors)
 
-    def _forward_context(self, visit: Visit) -> AbstractContextManager[None]:
-        """Measure what the pass leaves in memory."""
+    def _passed(self, visit: Visit, microbatch: int) -> Activation:
+        """Run the step, and measure what is left in memory after it has ended by ``StageEdge``."""
+        with self._measured(visit):
+            return super()._passed(visit, microbatch)
+
+    def _measured(self, visit: Visit) -> AbstractContextManager[None]:
+        """Measure what the pass that runs in this context leaves in memory."""
         return self._limit.measured(self.stage, visit.tensors)
 
 

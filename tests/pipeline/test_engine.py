@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
-from lightning_axosparse.pipeline.choice import InFlightLimit
+from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
 from lightning_axosparse.pipeline.engine import KeepingStep, Order, Pipeline
@@ -512,3 +512,18 @@ def test_gradients_of_recomputed_layers_are_bit_identical(every: int) -> None:
     train(pipe, lambda b: model(b).pow(2).mean(), batch, 4)
     dealt.uninstall()
     assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("parted", [False, True])
+def test_what_each_stage_keeps_of_a_micro_batch_is_measured(parted: bool) -> None:
+    model = nn.Sequential(*(nn.Tanh() for _ in range(3)))
+    pipe, dealt = pipeline(model, 3)
+    rule = InFlightRule(None, "message-driven", torch.device("cpu"), lambda: 10**9, lambda: 0)
+    pipe.limit = limit = MemoryInFlightLimit(3, rule, lambda own: [own])
+    batch = torch.randn(8, 64, requires_grad=True)
+    train(pipe, lambda b: model(b).mean(), batch, 4, parted=parted)
+    dealt.uninstall()
+    one = batch.nbytes // 4
+    first, middle, last = (limit._kept[stage] for stage in range(3))
+    assert (first, middle) == (one, 2 * one), "what it sends, and what it has received"
+    assert last >= 2 * one

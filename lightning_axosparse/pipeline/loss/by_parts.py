@@ -169,7 +169,7 @@ class PartedStageStep(TrainingStageStep):
             visit.ends_behind_layers, visit.behind_layers = False, followed.follow_output
             visit.behind_layer = followed.follow_layer
             visit.sent = visit.sent if self._keeps else None
-            with self._log.of_part(self._tracker.of_tensor):
+            with self._log.of_part(self._tracker.of_tensor), self._measured(visit):
                 output = self._run_step(visit, part, [self._tracker])
             followed.add(output, part)
             self.returns_mapping = isinstance(output, Mapping)

@@ -203,7 +203,7 @@ class SampleTracker(PausableOperatorMode):
         notes = [self._of(*each) for each in zip(given, keys, strict=True)]
         numbers = [each for each in args if isinstance(each, (int, float))]
         numbers = [each for each in numbers if each == each]  # NaN is never the same number.
-        if func is not torch.ops.aten.detach.default:  # Split layers detach, in training alone.
+        if func is not torch.ops.aten.detach.default:  # It computes nothing.
             self.functions = hash((self.functions, func))
             self.program = hash((self.program, func, *numbers))
             if self._has_voted:
