@@ -30,9 +30,9 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
 from lightning_axosparse.pipeline.stage_step import Batch, loss_of
-from lightning_axosparse.pipeline.state.layer_state import depends_on_samples, lent
+from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
-from lightning_axosparse.pipeline.state.values import MISSING, same
+from lightning_axosparse.pipeline.state.values import MISSING, copied, same
 from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.compat.logging import alike
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
@@ -162,7 +162,9 @@ class Comparison:
                     with self._measured(stage):
                         yield
                 finally:
-                    changes = {place: lent(value) for place, value in state.changes().items()}
+                    changes = {
+                        place: copied(value) for place, (_, value) in state.changes().items()
+                    }
                     self._changes.setdefault(stage, []).append(changes)
                     if self._rewinds:
                         state.rewind()
@@ -293,7 +295,7 @@ class Comparison:
             for part in still:
                 stack.callback(setattr, part, "training", True)
             stages = self._stage_module.stages
-            self._states = {stage: self._run.state_of_layers([stage], True) for stage in stages}
+            self._states = {stage: self._run.state_of_layers([stage]) for stage in stages}
             yield
 
 

@@ -7,23 +7,16 @@ logged, printed and changed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.loss.separable import Note
-from lightning_axosparse.pipeline.state.module_state import (
-    ModuleState,
-    Place,
-    value_at,
-    write,
-)
-from lightning_axosparse.pipeline.state.values import received, sendable
+from lightning_axosparse.pipeline.state.module_state import How, ModuleState, Place, write
+from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
 from lightning_axosparse.strategy.compat.logging import (
@@ -33,7 +26,12 @@ from lightning_axosparse.strategy.compat.logging import (
     combined,
 )
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
-from lightning_axosparse.support.object_trees import object_leaves
+from lightning_axosparse.support.object_trees import (
+    CannotPickle,
+    object_leaves,
+    put_together,
+    take_apart,
+)
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
@@ -41,21 +39,20 @@ LARGEST_MESSAGE = 2**20
 """Bytes of attributes that the last stage sends to the others after a batch."""
 
 
-@dataclass(frozen=True)
-class Changed:
+class Changed(NamedTuple):
     """An attribute that a step has changed; can be pickled.
 
     Attributes:
         place: the attribute.
-        value: it has now, as it is sent; of a list that has grown what is new.
-        has_grown: whether it is such a list.
-        is_new: whether it is another object than before.
+        how: it has changed.
+        rest: what it holds now, or of a list that was extended what is new, without tensors.
+        tensors: these.
     """
 
     place: Place
-    value: bytes
-    has_grown: bool = False
-    is_new: bool = False
+    how: How
+    rest: bytes
+    tensors: list[Tensor]
 
 
 class StepEffects:
@@ -84,7 +81,7 @@ class StepEffects:
         self.log = StepLog(module)
         self.parts: list[list[LogCall | PrintCall]] = []
         within = {id(part) for layer in layers for part in layer.modules()}
-        self._state = ModuleState(module, within, trained=True)
+        self._state = ModuleState(module, within)
         self._has_others = False
 
     def begin_batch(self) -> None:
@@ -100,7 +97,7 @@ class StepEffects:
     @property
     def constants(self) -> list[Tensor]:
         """The tensors of the module, which are the same for all micro-batches."""
-        return [*self._module.parameters(), *self._module.buffers(), *self._state.tensors()]
+        return [*self._module.parameters(), *self._module.buffers(), *self._state.tensors]
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -165,7 +162,7 @@ class StepEffects:
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
         """What has to observe a run that is to be put back."""
-        return [self._state.writes()] if self._state.has_parameters else []
+        return [self._state.writes()] if self._state.parameters else []
 
     def _silenced(self) -> AbstractContextManager[Any]:
         trainer = self._module.trainer
@@ -179,25 +176,26 @@ class StepEffects:
             What was changed, and what to warn of, as it cannot be sent.
         """
         changed, warnings, left = list[Changed](), list[str](), LARGEST_MESSAGE
-        for place, value in self._state.changes().items():
-            grown = self._state.grown(place)
-            sent = sendable(value if grown is None else grown, left)
-            if sent is None:
+        for place, (how, value) in self._state.changes().items():
+            try:
+                rest, taken = take_apart(value, (Tensor, *SHARED))
+            except CannotPickle:
+                rest, taken = b"", [None]
+            size = len(rest) + sum(each.nbytes for each in taken if isinstance(each, Tensor))
+            if size > left or not all(isinstance(each, Tensor) for each in taken):
                 warnings.append(not_sent(place))
                 continue
-            left -= len(sent)
-            changed.append(Changed(place, sent, grown is not None, self._state.is_new(place)))
+            left -= size
+            # As copies, since of a view all that it is a part of would be sent.
+            tensors = [tensor.detach().to("cpu", copy=True) for tensor in taken]
+            changed.append(Changed(place, how, rest, tensors))
         return changed, warnings
 
     def apply(self, changed: Sequence[Changed]) -> None:
         """Change what the run that counts has changed on another rank."""
-        for each in changed:
-            value = received(each.value, self._module.device)
-            now = value_at(self._module, each.place)
-            if each.has_grown and isinstance(now, (list, deque)):
-                now.extend(value)
-            else:
-                write(self._module, each.place, value, each.is_new)
+        for place, how, rest, tensors in changed:
+            own = [tensor.to(self._module.device) for tensor in tensors]
+            write(self._module, place, how, put_together(rest, own))
 
     def attached(self) -> AbstractContextManager[Any]:
         """Replace logging and metrics of the module inside the context."""

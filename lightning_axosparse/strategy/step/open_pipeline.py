@@ -95,23 +95,18 @@ class OpenPipeline:
     @contextmanager
     def layers_rewound(self, stages: Collection[int]) -> Iterator[None]:
         """Put back what is changed on layers of some stages inside the context."""
-        state = self.state_of_layers(stages, trained=True)
+        state = self.state_of_layers(stages)
         try:
             with state.writes():
                 yield
         finally:
             state.rewind()
 
-    def state_of_layers(self, stages: Collection[int], trained: bool = False) -> ModuleState:
-        """What steps may change on layers, but for what code outside the layers may change, too.
-
-        Args:
-            stages: whose layers.
-            trained: whether parameters that are trained are captured, too.
-        """
+    def state_of_layers(self, stages: Collection[int]) -> ModuleState:
+        """What steps may change on layers of some stages, but nothing that is outside, too."""
         layers = self.stage_module.layers
         own = [layers.names[index] for stage in stages for index in layers.part(stage)]
-        return ModuleState(self.stage_module.module, self.effects.reached, own, trained)
+        return ModuleState(self.stage_module.module, self.effects.reached, own)
 
     def _outer_parameters(self) -> list[nn.Parameter]:
         """The parameters outside the layers that are trained."""
