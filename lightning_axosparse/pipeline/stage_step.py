@@ -73,7 +73,7 @@ class Effects(Protocol):
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
-        """What has to observe a run of which nothing counts."""
+        """What has to observe runs."""
 
     def discarded(self) -> AbstractContextManager[None]:
         """Make a context in which nothing of what a run does counts."""
@@ -137,7 +137,7 @@ class Batch:
             visit: the run.
             counts: whether it is the one that counts.
         """
-        visit.modes = [*(() if counts else self.effects.modes), *visit.modes]
+        visit.modes = [*self.effects.modes, *visit.modes]
         numbers = self.numbers.get(visit.stage)
         if numbers is None:
             yield

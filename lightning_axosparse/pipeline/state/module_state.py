@@ -41,9 +41,6 @@ _OWN = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
 _HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
 _COUNTS = (int, float, complex, Tensor, np.ndarray, np.generic)
 """Types of what is never a note that a step has prepared something once, unless it is a bool."""
-_SMALL = 1024
-"""Entries of tensors that are compared by value: writing to ``x.data`` makes no new version."""
-
 
 How = Literal["replaced", "changed", "extended"]
 """Whether an attribute got another object, or the same object was changed, or a list has grown."""
@@ -154,6 +151,8 @@ class _Holder:
         content: what it held; of a parameter only once something writes to it.
         version: of a tensor, with the address of its memory.
         memory: of a tensor, under another name.
+        is_written: whether an operator has written to a tensor since, by ``x.data``, too, which
+            makes no new version.
     """
 
     path: tuple[Step, ...]
@@ -163,12 +162,14 @@ class _Holder:
     content: Any = None
     version: tuple[int, int] = (0, 0)
     memory: Any = None
+    is_written: bool = False
 
     def note(self) -> None:
         """Take the present content for the one to go back to."""
         value = self.value
         if isinstance(value, Tensor):
             self.version, self.memory = (version_of(value), value.data_ptr()), value.detach()
+            self.is_written = False
         self.content = None if isinstance(value, nn.Parameter) else content_of(value)
 
     def put_back(self, prepares: bool) -> None:
@@ -204,16 +205,17 @@ class _Holder:
 
 
 class _Writes(PausableOperatorMode):
-    """Copies parameters before operators write to them."""
+    """Notes which tensors operators write to, and copies parameters before."""
 
-    def __init__(self, by_storage: Mapping[int, Sequence[_Holder]]) -> None:
+    def __init__(self, storages: Mapping[int, Sequence[_Holder]]) -> None:
         super().__init__()
-        self._by_storage = by_storage
+        self._storages = storages
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for leaf in mutated_arguments(func, args, kwargs):
             if isinstance(leaf, Tensor) and is_readable(leaf):
-                for each in self._by_storage.get(storage_id(leaf.untyped_storage()), ()):
+                for each in self._storages.get(storage_id(leaf.untyped_storage()), ()):
+                    each.is_written = True
                     if each.content is None:
                         each.content = content_of(each.value)
         return func(*args, **kwargs)
@@ -233,7 +235,7 @@ class ModuleState:
 
     Attributes:
         reached: all that was looked at, by ``id``.
-        parameters: those of what is captured, by the numbers of their storages.
+        storages: the tensors among what is captured, by the numbers of their storages.
     """
 
     def __init__(
@@ -254,16 +256,16 @@ class ModuleState:
         seen = set(self._without)
         self._holders = list(self._reachable(seen))
         self.reached: Collection[int] = seen - self._without
-        self.parameters: dict[int, list[_Holder]] = {}
+        self.storages: dict[int, list[_Holder]] = {}
         for each in self._holders:
             each.note()
-            if isinstance(each.value, nn.Parameter):
+            if isinstance(each.value, Tensor):
                 number = storage_id(each.value.untyped_storage())
-                self.parameters.setdefault(number, []).append(each)
+                self.storages.setdefault(number, []).append(each)
 
     def writes(self) -> PausableOperatorMode:
-        """A mode that copies parameters before operators in it write to them."""
-        return _Writes(self.parameters)
+        """A mode that has to be active where tensors are written to."""
+        return _Writes(self.storages)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -319,10 +321,9 @@ class ModuleState:
                 alike = len(value) == len(content) and all(map(operator.is_, value, content))
             elif isinstance(value, Tensor):
                 alike = (version_of(value), value.data_ptr()) == each.version
-                if alike and content is not None:
-                    is_small = value.numel() <= _SMALL
-                    is_parameter = isinstance(value, nn.Parameter)
-                    alike = same(value, content) if is_small else not is_parameter
+                alike = alike and not each.is_written
+                if alike and isinstance(each.owner, Norm):  # Its kernels make no new version.
+                    alike = each.content is None or same(value, content)
             elif isinstance(value, GENERATORS):
                 alike = same(content_of(value), content)
             else:

@@ -161,8 +161,8 @@ class StepEffects:
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
-        """What has to observe a run that is to be put back."""
-        return [self._state.writes()] if self._state.parameters else []
+        """What has to observe runs, so that it is known what they change."""
+        return [self._state.writes()] if self._state.storages else []
 
     def _silenced(self) -> AbstractContextManager[Any]:
         trainer = self._module.trainer
@@ -176,7 +176,8 @@ class StepEffects:
             What was changed, and what to warn of, as it cannot be sent.
         """
         changed, warnings, left = list[Changed](), list[str](), LARGEST_MESSAGE
-        for place, (how, value) in self._state.changes().items():
+        found = self._state.changes() if self._runs_alone else {}
+        for place, (how, value) in found.items():
             try:
                 rest, taken = take_apart(value, (Tensor, *SHARED))
             except CannotPickle:

@@ -237,7 +237,7 @@ def test_a_buffer_that_is_replaced_or_deleted_is_put_back() -> None:
 def test_parameters_are_copied_when_something_writes_to_them() -> None:
     module = nn.Linear(64, 64)
     state, before = ModuleState(module), module.weight.detach().clone()
-    held = [each for (each,) in state.parameters.values()]
+    held = [each for (each,) in state.storages.values()]
     for _ in range(2):
         assert [each.content for each in held] == [None, None]
         with state.writes():
@@ -399,16 +399,24 @@ def test_what_is_not_equal_is_not_the_same(one: Any, other: Any) -> None:
 
 
 def test_what_is_written_to_is_named_even_if_it_is_equal() -> None:
-    """Large tensors are not compared; small ones are, as ``x.data`` makes no new version."""
+    """Tensors are not compared: operators that write to them are seen, also by ``x.data``."""
     module = nn.Linear(1, 2048)
     module.register_buffer("teacher", module.weight.detach().clone())
-    module.register_buffer("small", torch.ones(2))
+    module.register_buffer("large", torch.ones(4096))
+    module.register_buffer("other", torch.ones(4096))
     state = ModuleState(module)
     with state.writes():
         module.teacher.mul_(0.5).add_(0.5 * module.weight.detach())
         torch._foreach_mul_([module.bias.data], 1)
-        module.small.data.mul_(1)
-    assert places(rewound(state)) == {"self.teacher", "self.bias"}
-    module.small.data.mul_(2)
-    assert places(rewound(state)) == {"self.small"}
-    assert torch.equal(module.small, torch.ones(2))
+        module.large.data.mul_(2)
+    assert places(rewound(state)) == {"self.teacher", "self.bias", "self.large"}
+    assert torch.equal(module.large, torch.ones(4096))
+
+
+def test_statistics_of_any_size_are_put_back() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2048))
+    state, before = ModuleState(module), copy.deepcopy(module.state_dict())
+    with state.writes():
+        module(torch.randn(4, 2048))
+    assert state.rewind()
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
