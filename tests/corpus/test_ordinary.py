@@ -9,15 +9,22 @@ from tests.corpus.harness import allowed_outcomes, compare, entries
 ORDINARY = entries("ordinary")
 WHOLE = {
     "AdaptiveLogSoftmax",
+    "CrossEntropyLossSmoothed",
     "MultiMarginLoss",
     "T5",
     "accuracy_by_a_quotient",
     "ctc_loss",
     "ctc_loss_summed",
     "divided_by_the_count_before_the_sum",
+    "last_token_of_each",
     "lists_of_tensors",
     "masked_autoencoder",
     "multi_label_margin_loss",
+    "pairs_as_siamese",
+    "retina_net_by_positives",
+    "triplets",
+    "two_loaders_at_once",
+    "two_views",
     "weighted_over_time",
 }
 """Those whose loss is differentiated once a batch, as nothing shows that it need not be."""

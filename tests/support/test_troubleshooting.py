@@ -40,7 +40,6 @@ WITHOUT_LINK = {
     ("pipeline/step_front.py", "_FirstLayer("): "ends a step at its first layer",
     ("pipeline/step_end.py", "RunAgain("): "caught: the batch runs again",
     ("pipeline/loss/by_parts.py", "FirstRead"): "caught: the batch runs again",
-    ("pipeline/loss/separable.py", "InexactError("): "caught: part of a message with a link",
     ("support/object_trees.py", "CannotPickle("): "caught: part of a message with a link",
     ("pruning/rule.py", 'ValueError("it has no second moment'): "part of a message with a link",
     ("checkpoint/atomic_io.py", "OSError('; '.join"): "part of a message with a link",

@@ -18,7 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_axosparse.pipeline.loss.separable import Note
+from lightning_axosparse.pipeline.loss.operators import UNKNOWN, Note
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
@@ -28,6 +28,7 @@ _LOG_SIGNATURE = inspect.signature(LightningModule.log)
 
 def _no_note(value: Tensor) -> Note:
     """Nothing is known of a value; a function of the module, as users pickle what refers to it."""
+    return UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class LogCall:
     value: Any
     metric: str | None
     options: Mapping[str, Any]
-    note: Note = None
+    note: Note = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class StepLog:
             cached: Any = value._forward_cache
             return LogCall(name, _on_cpu(cached), self._path(name, value), options)
         _validate(name, value)
-        note = self._note_of(value) if isinstance(value, Tensor) else None
+        note = self._note_of(value) if isinstance(value, Tensor) else UNKNOWN
         return LogCall(name, _on_cpu(value), None, options, note)
 
     def _path(self, name: str, metric: Metric) -> str:
@@ -207,14 +208,14 @@ def combined(
         calls = cast("list[LogCall]", [part[number] for part in parts])
         weights = LossWeights(sizes)
         for call in calls:
-            weights.add(call.value, call.note, "")
+            weights.add(call.note)
         if weights.problem or not all(isinstance(call.value, Tensor) for call in calls):
             return None
         options = dict(calls[0].options)
         if options.get("batch_size") is not None:
             options["batch_size"] = sum(call.options["batch_size"] for call in calls)
         value = weights.combined([call.value for call in calls])
-        made.append(replace(calls[0], value=value, options=options, note=None))
+        made.append(replace(calls[0], value=value, options=options, note=UNKNOWN))
     return made
 
 
@@ -237,7 +238,7 @@ def alike(
     for own, other in zip(made, expected, strict=True):
         if not (isinstance(own, LogCall) and isinstance(other, LogCall)):
             return False
-        if replace(own, value=None) != replace(other, value=None, note=None):
+        if replace(own, value=None) != replace(other, value=None, note=UNKNOWN):
             return False
         if not differ(own.value, torch.as_tensor(other.value)) <= tolerance:
             return False

@@ -25,7 +25,8 @@ from lightning_axosparse.pipeline.crossing.message import Activation, Message, r
 from lightning_axosparse.pipeline.engine import KeepingStep
 from lightning_axosparse.pipeline.joining import Layout, Layouts, layer_of, learn, sent_tensors
 from lightning_axosparse.pipeline.loss.by_parts import FollowedLosses
-from lightning_axosparse.pipeline.loss.separable import InexactError, SampleTracker
+from lightning_axosparse.pipeline.loss.operators import UNKNOWN
+from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
@@ -232,7 +233,7 @@ class Comparison:
         try:
             with torch.enable_grad():
                 joined = end.join([message.content for message in messages])
-                with effects.of_part(lambda value: None):
+                with effects.of_part(lambda value: UNKNOWN):
                     loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
                 logged, effects.parts = effects.parts[0], []
                 expected = _gradients(loss, joined.tensors)
@@ -242,13 +243,9 @@ class Comparison:
                     followed.add(output, part)
                     has_others |= effects.part_has_others(output)
                     gradients.append(_gradients(loss_of(output), sent_tensors(message.content)))
-        except InexactError as error:
-            return found._replace(reason=str(error))
         except Exception as error:
             text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
             return found._replace(reason=text)
-        finally:
-            tracker.forget()
         calls = effects.combined(step.sizes)
         has_others |= (
             calls is None

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.loss.separable import Note
+from lightning_axosparse.pipeline.loss.operators import Note
 from lightning_axosparse.pipeline.state.module_state import How, ModuleState, Place, write
 from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced

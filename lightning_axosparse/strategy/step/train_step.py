@@ -245,7 +245,7 @@ class StepRunner:
         effects, guesses = self._open.effects, self._loss == "parts"
         return partial(
             PartedStageStep,
-            tracker=SampleTracker(effects.constants, guesses),
+            tracker=SampleTracker(effects.constants),
             log=effects,
             keeps=known.has_others,
             known=None if guesses else known.functions,
