@@ -22,6 +22,7 @@ WHOLE = {
     "multi_label_margin_loss",
     "pairs_as_siamese",
     "retina_net_by_positives",
+    "spectral",
     "triplets",
     "two_loaders_at_once",
     "two_views",
