@@ -8,7 +8,7 @@ logged, printed and changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
@@ -19,19 +19,9 @@ from lightning_axosparse.pipeline.state.module_state import How, ModuleState, Pl
 from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
-from lightning_axosparse.strategy.compat.logging import (
-    LogCall,
-    PrintCall,
-    StepLog,
-    combined,
-)
+from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, combined
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
-from lightning_axosparse.support.object_trees import (
-    CannotPickle,
-    object_leaves,
-    put_together,
-    take_apart,
-)
+from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
@@ -79,7 +69,7 @@ class StepEffects:
         self._module, self._metrics, self._runs_alone = module, metrics, runs_alone
         self._has_ranks = module.trainer.world_size > 1
         self.log = StepLog(module)
-        self.parts: list[list[LogCall | PrintCall]] = []
+        self.parts: list[list[LogCall]] = []
         within = {id(part) for layer in layers for part in layer.modules()}
         self._state = ModuleState(module, within)
         self._has_others = False
@@ -108,23 +98,24 @@ class StepEffects:
     @contextmanager
     def read(self) -> Iterator[None]:
         """Let nothing count; but what is logged, or given to metrics, is read."""
-        with self._rewound(), self._silenced(), self.log.ignored(_read):
-            with self._metrics.skipped(_read):
+        with self._rewound(), self._silenced(), self.log.recorded():
+            with self._metrics.skipped(reads=True):
                 yield
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Let all of it count that a run does inside the context, once for the batch."""
         alone = broadcasting_nothing(self._module.trainer) if self._runs_alone else nullcontext()
-        with self.log.recorded(), self._metrics.counted(), alone:
-            try:
+        try:
+            with self.log.recorded(), self._metrics.counted(), alone:
                 yield
-            except Exception:  # What was printed may say why.
-                self.log.replay([c for c in self.log.calls if isinstance(c, PrintCall)])
-                raise
-            except BaseException:  # It runs again.
-                self._state.rewind()
-                raise
+        except Exception:  # What was printed may say why.
+            self.log.print()
+            raise
+        except BaseException:  # It runs again.
+            self._state.rewind()
+            raise
+        self.log.print()
 
     @contextmanager
     def of_part(self, note_of: Callable[[Tensor], Note]) -> Iterator[None]:
@@ -134,14 +125,13 @@ class StepEffects:
             note_of: says what a tensor is.
         """
         self._has_others = False
-        with self._metrics.skipped(), self._silenced() as written, self.log.recorded(note_of):
-            with self._rewound():
+        with self._rewound(), self._metrics.skipped(), self._silenced() as written:
+            with self.log.recorded(note_of):
                 yield
-        self._has_others |= bool(written) or self._metrics.touched
-        self._has_others |= any(isinstance(call, PrintCall) for call in self.log.calls)
+        self._has_others |= bool(written or self.log.prints) or self._metrics.touched
         self.parts.append(self.log.calls)
 
-    def combined(self, sizes: Sequence[int]) -> list[LogCall | PrintCall] | None:
+    def combined(self, sizes: Sequence[int]) -> list[LogCall] | None:
         """What the batch logs, of what its micro-batches have; None if these do not make it up."""
         return combined(self.parts, sizes)
 
@@ -197,19 +187,6 @@ class StepEffects:
         for place, how, rest, tensors in changed:
             own = [tensor.to(self._module.device) for tensor in tensors]
             write(self._module, place, how, put_together(rest, own))
-
-    def attached(self) -> AbstractContextManager[Any]:
-        """Replace logging and metrics of the module inside the context."""
-        stack = ExitStack()
-        stack.enter_context(self.log.attached())
-        stack.callback(self._metrics.detach)
-        self._metrics.attach()
-        return stack
-
-
-def _read(values: Any) -> None:
-    for tensor in object_leaves(values, Tensor):
-        tensor.clone()
 
 
 def not_sent(place: Place) -> str:

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_axosparse.pipeline.crossing.message import Crossing, Reads, learned
 from lightning_axosparse.pipeline.joining import Layouts
@@ -20,7 +21,6 @@ from lightning_axosparse.pipeline.stage_step import Again, Batch
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, Found
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
-from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 Loss: TypeAlias = Literal["auto", "whole", "parts"]

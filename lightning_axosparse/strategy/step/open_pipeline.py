@@ -17,7 +17,6 @@ from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.state.layer_state import LayerState
 from lightning_axosparse.pipeline.state.module_state import ModuleState
-from lightning_axosparse.strategy.compat.callbacks import sync_advice_silenced
 from lightning_axosparse.strategy.compat.gradients import (
     pipeline_precision,
     replace_backward,
@@ -72,20 +71,17 @@ class OpenPipeline:
             )
             self.metrics = PipelinedMetrics(
                 module,
-                groups.inter,
                 groups.data,
-                last_stage_rank=grid.pipeline[-1],
-                is_last_stage=stage_module.runs_last_stage,
+                partial(groups.broadcast_along_pipeline, stage=stage_module.last_stage),
+                stage_module.runs_last_stage,
             )
-            undo.callback(self.metrics.end)
             self.effects = StepEffects(
                 module, stage_module.layers.layers, self.metrics, groups.inter is not None
             )
-            undo.enter_context(self.effects.attached())
+            undo.callback(self.metrics.detach)
+            self.metrics.attach()
             self.layer_state = LayerState(module)
             undo.enter_context(patched(stage_module.layers, "remember", self.layer_state.remember))
-            if groups.data is None:
-                undo.enter_context(sync_advice_silenced())
             self._undo = undo.pop_all()
 
     def close(self) -> None:

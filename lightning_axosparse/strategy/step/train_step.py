@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -38,7 +37,7 @@ from lightning_axosparse.strategy.compat.gradients import (
 )
 from lightning_axosparse.strategy.compat.loaders import broadcast_seed, source
 from lightning_axosparse.strategy.compat.lockstep import position
-from lightning_axosparse.strategy.compat.logging import LogCall, PrintCall
+from lightning_axosparse.strategy.compat.logging import LogCall
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
@@ -55,7 +54,7 @@ class StepResult:
 
     Attributes:
         output: what it returned; for other ranks the loss.
-        calls: what it logged and printed.
+        calls: what it logged.
         changed: attributes of the module.
         warnings: of attributes that cannot be sent.
         generators: the state in which it left the random generators; None if in that of before.
@@ -64,7 +63,7 @@ class StepResult:
     """
 
     output: Any = None
-    calls: Sequence[LogCall | PrintCall] = ()
+    calls: Sequence[LogCall] = ()
     changed: Sequence[Changed] = ()
     warnings: Sequence[str] = ()
     generators: Generators | None = None
@@ -138,14 +137,6 @@ class StepRunner:
     def peak_in_flight(self) -> dict[int, int]:
         """Most micro-batches that each stage of this rank held in its last training batch."""
         return self._open.pipeline.peak_in_flight
-
-    def metric_states_shared(self) -> AbstractContextManager[None]:
-        """Give every rank the last stage's states of metrics inside the context; collective."""
-        stage_module = self._open.stage_module
-        collect = partial(
-            stage_module.groups.broadcast_along_pipeline, stage=stage_module.last_stage
-        )
-        return self._open.metrics.states_shared(collect)
 
     def train(
         self,
@@ -312,21 +303,18 @@ class StepRunner:
             return replace(received, output=own)
         return received
 
-    def _synchronized(self, call: LogCall | PrintCall) -> LogCall | PrintCall:
+    def _synchronized(self, call: LogCall) -> LogCall:
         """A value as Lightning would synchronise it, if replicas had batches of different loaders.
 
         For it a job whose replicas are all given the same batches, after a regrid, is one process.
         """
-        strategy = self._trainer.strategy
-        shares = self._open.stage_module.grid.replicas_per_batch > 1
-        if not shares or cast(Any, strategy).is_distributed or not isinstance(call, LogCall):
+        strategy: Any = self._trainer.strategy
+        is_metric = call.options["metric_attribute"] is not None
+        if strategy.is_distributed or is_metric or not call.options["sync_dist"]:
             return call
-        if call.metric is not None or not call.options.get("sync_dist"):
-            return call
-        value = torch.as_tensor(call.value, dtype=torch.get_default_dtype())
-        value = value.to(self._open.stage_module.device)
-        reduced = strategy.reduce(value, reduce_op=call.options["reduce_fx"])
-        return replace(call, value=reduced)
+        value = call.value.to(self._open.stage_module.device, torch.get_default_dtype())
+        by = call.options["reduce_fx"]
+        return call._replace(value=strategy.reduce(value, reduce_op=getattr(by, "__name__", by)))
 
     def _settled(self, result: StepResult) -> Any:
         """Let this rank have what the step did; return what it returned."""
