@@ -9,7 +9,6 @@ from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
-from lightning_axosparse.strategy.compat.refusals import refuse_fabric, refuse_other_package
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.files import CorruptFileError
@@ -31,5 +30,3 @@ __all__ = [
 ]
 
 AxoSparseStrategy.register_strategies(StrategyRegistry)
-refuse_fabric(AxoSparseStrategy.strategy_name, AxoSparseStrategy)
-refuse_other_package(AxoSparseStrategy.strategy_name)

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_axosparse.callbacks.ticket_search import (
@@ -61,7 +62,6 @@ from lightning_axosparse.support.arguments import (
     number,
     one_of,
 )
-from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import few, see
 
 _LITTLE = 0.02

@@ -29,7 +29,6 @@ from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits, MaskWindow
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.strategy.compat.internals import callbacks_of
-from lightning_axosparse.strategy.compat.refusals import validate_package
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.arguments import COUNT, NONE, Kind, number, one_of, whole
 from lightning_axosparse.support.files import restoring
@@ -179,7 +178,13 @@ class TicketSearch(Callback, ABC):
                     f"not fit those that {name} leaves. Leave one of the two callbacks out."
                     + see("callbacks")
                 )
-        validate_package(trainer)
+        if not isinstance(trainer, Trainer):
+            raise MisconfigurationException(
+                "pytorch_lightning and lightning have the same classes under two names, and an "
+                "object of one is none of the other. Write `import lightning.pytorch as pl` in "
+                "place of `import pytorch_lightning as pl`, for the module and the Trainer."
+                + see("copies")
+            )
         if not hasattr(trainer.strategy, "use_freed_memory"):
             raise MisconfigurationException(
                 f"{name} needs strategy='axosparse' (AxoSparseStrategy); "

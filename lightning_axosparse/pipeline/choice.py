@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.profile import activation_bytes
-from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see
 
 

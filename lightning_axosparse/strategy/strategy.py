@@ -209,11 +209,11 @@ class AxoSparseStrategy(PipelineStrategy):
         self.schedule, self.transport = schedule, transport
 
     def __repr__(self) -> str:
-        """What a Trainer of the other package shows where it refuses the object."""
+        """What Fabric, and a Trainer of the other package, show where they refuse the object."""
         return (
             f"{type(self).__name__}(g_inter={self.config.g_inter!r}), which is for "
-            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): a Trainer of "
-            "pytorch_lightning does not take it"
+            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): neither a Trainer of "
+            "pytorch_lightning nor Fabric takes it"
         )
 
     @classmethod

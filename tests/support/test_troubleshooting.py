@@ -58,7 +58,6 @@ WITHOUT_LINK = {
     ("strategy/step/learning.py", "self.warn(text)"): "",
     ("strategy/step/learning.py", "rank_zero_warn(text)"): "",
     ("strategy/step/train_step.py", "self._learner.warn(text)"): "",
-    ("support/messages.py", "rank_zero.rank_zero_warn(text"): "",
     ("support/archive.py", "error.__context__"): "",
 }
 """File and start of what is raised or warned of -> why it does not end with a link."""

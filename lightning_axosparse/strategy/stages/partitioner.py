@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
@@ -34,7 +35,6 @@ from lightning_axosparse.strategy.compat.loaders import first_step
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.validation import validate_layers
-from lightning_axosparse.support.messages import rank_zero_info
 
 
 @runtime_checkable
