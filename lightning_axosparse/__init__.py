@@ -4,6 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.early_bird_channels import EarlyBirdChannels
+from lightning_axosparse.callbacks.gradual_pruning import GradualPruning
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
@@ -20,6 +21,7 @@ __all__ = [
     "CorruptFileError",
     "EarlyBirdChannels",
     "EarlyBirdTicket",
+    "GradualPruning",
     "PipelineTimeline",
     "RankFailedError",
     "Ticket",

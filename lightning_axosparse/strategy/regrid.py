@@ -214,9 +214,9 @@ class Regrid:
         """Warn at the end of a run in which no ticket was drawn."""
         if self._phase == "no ticket":
             rank_zero_warn(
-                f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is an "
-                "EarlyBirdTicket among the Trainer's callbacks, with a draw_by that comes before "
-                "its last epoch?" + see("grid")
+                f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is a "
+                "GradualPruning among the Trainer's callbacks, with an end that comes before its "
+                "last epoch?" + see("grid")
             )
 
     def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded | None:

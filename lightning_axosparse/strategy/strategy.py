@@ -62,7 +62,7 @@ class AxoSparseStrategy(PipelineStrategy):
     micro-batch, and computes only its own layers of one ``nn.Sequential`` or ``nn.ModuleList``. A
     stage runs whatever message has arrived (AxoNN, Singh & Bhatele, IPDPS 2022). Gradients are
     averaged over replicas as soon as they are final. Weights can go over to sparse storage while
-    training (SAMO, Singh & Bhatele, IPDPS 2023): see ``EarlyBirdTicket``.
+    training (SAMO, Singh & Bhatele, IPDPS 2023): see ``GradualPruning``.
 
     ``python train.py`` with ``devices=N`` starts N ranks itself; under ``mpiexec`` or ``srun`` the
     script's own processes are the ranks. With one rank no MPI is started.

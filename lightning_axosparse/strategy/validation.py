@@ -198,8 +198,8 @@ def validate_callbacks(callbacks: Sequence[Callback]) -> None:
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
                 f"{name} masks weights of the whole module in one process, but each rank has only"
-                " those of its stage. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
-                " which ranks all stages' weights together and stores what is kept."
+                " those of its stage. Use lightning_axosparse.GradualPruning(pruning_ratio=...),"
+                " which ranks all stages' weights together and stores the unpruned entries."
                 + see("callbacks")
             )
         if isinstance(callback, BatchSizeFinder):

@@ -180,7 +180,7 @@ def test_how_to_take_a_folder_of_another_strategy_is_said(tmp_path: Path) -> Non
 
 def train(path: Path, **options: Any) -> None:
     """Train for three epochs with a draw after the first, and save after each."""
-    ticket = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epochs")
+    ticket = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epochs")
     run = trainer(
         AxoSparseStrategy(g_inter=2, microbatches=2, save_distributed_checkpoint=True, **options),
         2,

@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float
         max_steps=6,
         strategy=AxoSparseStrategy(save_distributed_checkpoint=True),
         callbacks=[
-            EarlyBirdTicket(0.5, method="early-bird", draw_by=3),
+            EarlyBirdTicket(0.5, draw_by=3),
             ModelCheckpoint(folder, "sharded", every_n_train_steps=6),
         ],
         logger=False,

@@ -85,7 +85,7 @@ def test_the_main_job_is_the_default():
     assert config.trainer.devices == 2
     assert config.strategy.g_inter == 2
     assert config.data.path is None
-    assert 0 < config.pruning.draw_after < config.pruning.draw_by < 1
+    assert 0 < config.pruning.start < config.pruning.end < 1
 
 
 def test_ratio_reaches_the_callback():
@@ -271,7 +271,7 @@ def test_every_grid_of_two_ranks_trains(text, tmp_path):
     folder = tmp_path / "sweep"
     small = ["model.width=32", "model.depth=3", "model.heads=2", "data.context=32"]
     small += ["trainer.max_epochs=3", "trainer.limit_train_batches=4", "data.max_held_out=16"]
-    small += ["pruning.draw_after=2", "pruning.draw_by=4", f"data.path={text}"]
+    small += ["pruning.start=2", "pruning.end=4", f"data.path={text}"]
     sweep = ["-m", "experiment=grid_scaling", "trainer.devices=2", f"hydra.sweep.dir={folder}"]
     script = tmp_path / "sweep.py"
     script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")

@@ -84,7 +84,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
         "epoch": 3,
         "state_dict": {name: value.clone() for name, value in dense.state_dict().items()},
         "optimizer_states": [optimizer.state_dict()],
-        "callbacks": {"EarlyBirdTicket": {"ticket": ticket.state_dict()}},
+        "callbacks": {"GradualPruning": {"ticket": ticket.state_dict()}},
         "hyper_parameters": {"width": 24, "name": "net"},
     }
     AtomicCheckpointIO().save_checkpoint(checkpoint, folder / "plain.ckpt")

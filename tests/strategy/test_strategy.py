@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, RankFailedError
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning, RankFailedError
 from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
 from tests.ranks import PATIENCE, run_ranks
 
@@ -97,7 +97,7 @@ class TwoOptimizers(Net):
         (LineSearch, {"g_inter": 2}, [], "LBFGS"),
         (TwoOptimizers, {"g_inter": 2}, [], "2 optimizers"),
         (Net, {"g_inter": 2, "balance": [2, 2]}, [], r"balance=\[2, 2\]"),
-        (Net, {"g_inter": 2}, [ModelPruning("l1_unstructured")], "EarlyBirdTicket"),
+        (Net, {"g_inter": 2}, [ModelPruning("l1_unstructured")], "GradualPruning"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused_before_any_rank_starts(
@@ -199,7 +199,7 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     L.seed_everything(0, verbose=False)
-    ticket = EarlyBirdTicket(0.75, method="early-bird", every="1 epoch", draw_by="2 epochs")
+    ticket = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
     run, module = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=[ticket]), Net()
     fit(run, module)
     assert isinstance(run.strategy, AxoSparseStrategy)
@@ -212,13 +212,13 @@ def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
         assert weight.shape == mask.shape
         assert torch.equal(weight != 0, mask)
     L.seed_everything(0, verbose=False)
-    alone = EarlyBirdTicket(0.75, method="early-bird", every="1 epoch", draw_by="2 epochs")
+    alone = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
     other = Net()
     fit(trainer(AxoSparseStrategy(), callbacks=[alone]), other)
     assert alone.ticket == ticket.ticket
     for name, weight in other.state_dict().items():
         assert torch.allclose(weight, module.state_dict()[name], atol=1e-6)
-    adopted = EarlyBirdTicket(ticket=ticket.ticket)
+    adopted = GradualPruning(ticket=ticket.ticket)
     third = Net()
     fit(trainer(AxoSparseStrategy(), callbacks=[adopted]), third)
     masks = ticket.ticket.masks
@@ -256,10 +256,9 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
         L.seed_everything(0, verbose=False)
         ticket = EarlyBirdTicket(
             0.75,
-            method="early-bird",
             every="1 epoch",
             draw_by="2 epochs",
-            prune={"model.5.*": False},
+            which={"model.5.*": False},
         )
         module = MadeLater()
         run = trainer(strategy, devices, callbacks=[ticket], precision="64-true")
@@ -273,7 +272,7 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
 
 
 def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
-    wrong = EarlyBirdTicket(prune={"no.such": False})
+    wrong = GradualPruning(which={"no.such": False})
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(trainer(AxoSparseStrategy(), callbacks=[wrong]), MadeLater())
     loopback = AxoSparseStrategy(g_inter=8, transport="loopback")
@@ -283,7 +282,7 @@ def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
 
 def test_a_ticket_that_cannot_be_is_refused_before_any_rank_starts() -> None:
     run = trainer(
-        AxoSparseStrategy(g_inter=2), 2, callbacks=[EarlyBirdTicket(prune={"no.such": False})]
+        AxoSparseStrategy(g_inter=2), 2, callbacks=[GradualPruning(which={"no.such": False})]
     )
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(run, Net())

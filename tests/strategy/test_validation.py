@@ -59,7 +59,7 @@ def test_manual_optimization() -> None:
 @pytest.mark.parametrize(
     ("callback", "instead"),
     [
-        (ModelPruning("l1_unstructured"), "EarlyBirdTicket"),
+        (ModelPruning("l1_unstructured"), "GradualPruning"),
         (BatchSizeFinder(), "micro-batch"),
     ],
 )

@@ -25,7 +25,8 @@ from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.pipeline.joining import Axis
-from lightning_axosparse.pipeline.loss.separable import Note, SampleTracker, Total
+from lightning_axosparse.pipeline.loss.operators import UNKNOWN, Note, Total
+from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike, combined
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
@@ -72,7 +73,7 @@ class Listener(LightningModule):
 OPTIONS = {"reduce_fx": "mean", "batch_size": None, "metric_attribute": None}
 
 
-def logged(name: str, value: Any, note: Note = None, **options: Any) -> LogCall:
+def logged(name: str, value: Any, note: Note = UNKNOWN, **options: Any) -> LogCall:
     return LogCall(name, torch.tensor(value), {**OPTIONS, **options}, note)
 
 

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.demos.boring_classes import BoringModel
 from torch import nn
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, sparsify
+from lightning_axosparse import AxoSparseStrategy, GradualPruning, sparsify
 
 OPTIONS = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
 WORDS = "Write `import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`"
@@ -60,7 +60,7 @@ class Module(BoringModel):
 
 
 def test_a_callback_in_a_trainer_of_the_other_package_is_told_what_to_import():
-    trainer = other.Trainer(callbacks=[EarlyBirdTicket(0.8)], **OPTIONS)
+    trainer = other.Trainer(callbacks=[GradualPruning(0.8)], **OPTIONS)
     with pytest.raises(MisconfigurationException, match=WORDS):
         trainer.fit(Module())
 
