@@ -68,7 +68,7 @@ class Masked(Net):
 def train(strategy: Any, compute: Any, draw: int) -> Record:
     L.seed_everything(0, verbose=False)
     ticket = EarlyBirdTicket(0.6, every=1, draw_by=draw, compute=compute)
-    run = trainer(strategy, max_epochs=2, precision="64-true", callbacks=[ticket])
+    run = trainer(strategy, max_epochs=1, precision="64-true", callbacks=[ticket])
     return fit(run, Masked())
 
 

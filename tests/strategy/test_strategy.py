@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import subprocess
 from copy import deepcopy
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning, RankFailedError
 from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
-from tests.ranks import PATIENCE, run_ranks
+from tests.ranks import PATIENCE, run_ranks, warm_python
 
 
 class TwoBranches(Net):
@@ -148,18 +150,15 @@ def test_restarts_of_ranks_that_the_call_does_not_start_are_warned_of() -> None:
         trainer(AxoSparseStrategy(restarts=1))
 
 
-def test_one_rank_starts_no_mpi() -> None:
-    import subprocess
-    import sys
-
-    code = (
+def test_one_rank_starts_no_mpi(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
         "import sys\n"
         "from tests.parity.cases import Net, fit, trainer\n"
         "from lightning_axosparse import AxoSparseStrategy\n"
         "fit(trainer(AxoSparseStrategy(g_inter=2, transport='loopback')), Net())\n"
         "assert 'mpi4py.MPI' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+    subprocess.run([*warm_python(), "train.py"], check=True, cwd=tmp_path, timeout=PATIENCE)
 
 
 def floats(metrics: dict[str, Any]) -> dict[str, float]:

@@ -214,7 +214,7 @@ def test_of_numbers_and_constants_nothing_is_known(
         module.log("mean", samples.mean())
         module.log("value", value)
         module.log("number", samples.shape[0])
-    assert [call.note for call in log.calls] == [mean_over(6), None, None]
+    assert [call.note for call in log.calls] == [mean_over(6), UNKNOWN, UNKNOWN]
 
 
 def test_what_is_recorded_reaches_nobody_until_it_is_replayed(
