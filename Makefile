@@ -1,21 +1,28 @@
 # `make train` runs the main job, `make test` lint, types and tests; both set up .venv first.
-# `make test-slow` runs the other tests, up to an hour on two cores; .ci/run does not.
+# `make test-slow` runs the other tests, and more examples of properties; .ci/run does not.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: train test test-slow lint docs clean
+.PHONY: train test test-quick test-slow lint docs clean
 
 train: .venv/installed
 	$(BIN)/axosparse-train $(ARGS)
 
+# Without the files of bytecode, every worker would compile all tests anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 20
 
-test: lint
-	$(PYTEST) -m "not slow" $(ARGS)
+# Types take a core for a minute, so they are checked beside the tests.
+test: .venv/checkable
+	$(MAKE) --no-print-directory -j 2 lint test-quick
+
+test-quick: .venv/checkable
+	$(PYTEST) -m "not slow" --hypothesis-profile quick $(ARGS)
 
 test-slow: .venv/checkable
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m "slow or hypothesis" $(ARGS)
 
 lint: .venv/checkable
 	$(BIN)/ruff check .

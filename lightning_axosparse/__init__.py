@@ -4,12 +4,12 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket
 from lightning_axosparse.callbacks.early_bird_channels import EarlyBirdChannels
+from lightning_axosparse.callbacks.gradual_pruning import GradualPruning
 from lightning_axosparse.callbacks.timeline import PipelineTimeline
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
-from lightning_axosparse.strategy.compat.refusals import refuse_fabric, refuse_other_package
 from lightning_axosparse.strategy.launcher.fork_server import close_ranks
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
@@ -22,6 +22,7 @@ __all__ = [
     "CorruptFileError",
     "EarlyBirdChannels",
     "EarlyBirdTicket",
+    "GradualPruning",
     "PipelineTimeline",
     "RankFailedError",
     "Ticket",
@@ -33,5 +34,3 @@ __all__ = [
 ]
 
 AxoSparseStrategy.register_strategies(StrategyRegistry)
-refuse_fabric(AxoSparseStrategy.strategy_name, AxoSparseStrategy)
-refuse_other_package(AxoSparseStrategy.strategy_name)

@@ -6,23 +6,18 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.ranks import warm_python, without_external_callbacks
+
 # How long an example takes depends on what else the machine does.
 settings.register_profile("no deadline", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=25)  # of `make test`
 settings.load_profile("no deadline")
 
 # As many as a rank has: the last bits of torch's sums depend on the number of threads.
 torch.set_num_threads(1)
 
-# The files that take longest. A worker runs a file whole, so one that starts last is waited for.
-LONGEST = (
-    "test_notebooks.py",
-    "test_launcher.py",
-    "test_waits.py",
-    "test_nothing_left_behind.py",
-    "test_slurm.py",
-    "test_hosts.py",
-    "test_regrid.py",
-)
+# Folders of small tests. A worker runs a file whole, and one that starts last is waited for.
+LAST = {"distributed", "pipeline", "planning", "pruning", "sparse", "support"}
 
 # What `make test-slow` runs and `make test` leaves out: more grids, models and ends of a job than
 # one of each kind, and what waits for clocks. Parts of the names of tests.
@@ -41,6 +36,7 @@ SLOW = (
     "faults/test_false_alarms.py",
     "faults/test_hosts.py",
     "faults/test_mpiexec.py",
+    "faults/test_open_mpi.py",
     "faults/test_restarts.py",
     "faults/test_slurm.py",
     "faults/test_waits.py",
@@ -76,7 +72,6 @@ SLOW = (
     "parity/test_tickets.py::test_every_grid_draws_the_ticket_of_one_process[offloaded]",
     "parity/test_tickets.py::test_stages_keep",
     "parity/test_transformers.py::test_a_network_of_transformers_trains_as_on_one_process[2-",
-    "parity/test_weight_gradients.py",
     "launcher/test_launcher.py::test_a_rank_that_cannot_begin",
     "launcher/test_launcher.py::test_after_ctrl_c",
     "launcher/test_launcher.py::test_from_a_notebook",
@@ -95,8 +90,18 @@ SLOW = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # Before the workers start, which share them.
+        warm_python()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(name in item.nodeid for name in SLOW):
             item.add_marker("slow")
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    items.sort(key=lambda item: not LAST.isdisjoint(item.path.parts))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_trainers() -> None:
+    without_external_callbacks()

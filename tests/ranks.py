@@ -69,6 +69,8 @@ def warm_python() -> list[str]:
     """
     if ACCELERATOR == "cuda":
         return [sys.executable]
+    if "WARM_START" in os.environ:  # Of the process that started this worker of pytest-xdist.
+        return WARM_PYTHON
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     addresses = [str(Path(folder) / f"warm{seed}") for seed in range(2)]
@@ -108,6 +110,13 @@ def without_transformers() -> None:
             check(cache)
 
     RequirementCache._check_requirement = check_others
+
+
+def without_external_callbacks() -> None:
+    """Keep Trainers from reading the metadata of all installed packages in search of callbacks."""
+    from lightning.pytorch.trainer.connectors import callback_connector
+
+    callback_connector._load_external_callbacks = lambda group: []
 
 
 def _main(job: str) -> None:

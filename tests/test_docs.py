@@ -47,63 +47,40 @@ def folders(table: str) -> set[str]:
     return {code.strip("/") for cell in cells for code in inline_code(cell)}
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_path_exists(path: str) -> None:
-    roots = (
-        REPOSITORY,
-        PACKAGE,
-        PACKAGE / "distributed",
-        PACKAGE / "strategy",
-        PACKAGE / "callbacks",
-    )
-    assert any((root / path).exists() for root in roots)
+def test_paths_exist() -> None:
+    rooms = (PACKAGE / name for name in ("distributed", "strategy", "callbacks"))
+    roots = [REPOSITORY, PACKAGE, *rooms]
+    assert {"pipeline/engine.py", "support/"} <= set(PATHS)
+    assert [path for path in PATHS if not any((root / path).exists() for root in roots)] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_name_can_be_imported(name: str) -> None:
-    parts = name.split(".")
-    found: object = lightning_axosparse
-    for number, part in enumerate(parts, start=1):
-        if not hasattr(found, part):
-            import_module(".".join(["lightning_axosparse", *parts[:number]]))
-        found = getattr(found, part)
-
-
-def test_paths_and_names_are_found() -> None:
-    assert "pipeline/engine.py" in PATHS
-    assert "support/" in PATHS
+def test_names_can_be_imported() -> None:
     assert "pipeline.schedule.SCHEDULES" in NAMES
+    for name in NAMES:
+        parts = name.split(".")
+        found: object = lightning_axosparse
+        for number, part in enumerate(parts, start=1):
+            if not hasattr(found, part):
+                import_module(".".join(["lightning_axosparse", *parts[:number]]))
+            found = getattr(found, part)
 
 
 def test_every_subpackage_is_listed() -> None:
     assert folders(LISTING) == SUBPACKAGES
 
 
-def test_the_rooms_stand_in_the_order_of_their_imports() -> None:
-    config = (REPOSITORY / "pyproject.toml").read_text()
-    layers = re.search(r"^layers = \[(.*?)\]", config, re.DOTALL | re.MULTILINE)
-    assert layers is not None
-    upwards = [
-        name for layer in re.findall(r'"(.*?)"', layers[1])[::-1] for name in layer.split(" : ")
+def test_links_lead_somewhere() -> None:
+    links = [
+        (page, target)
+        for page in [*PAGES, *API]
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     ]
-    listed = re.findall(r"^\| `(\w+)/` ", LISTING, re.MULTILINE)
-    assert listed == upwards
-
-
-def test_the_glossary_is_short() -> None:
-    glossary = ARCHITECTURE[ARCHITECTURE.index("## Glossary") :]
-    words = re.findall(r"^\| ([^|-]+) \|", glossary, re.MULTILINE)
-    assert len(words) == len(set(words)) <= 40
-
-
-@pytest.mark.parametrize("page", [*PAGES, *API], ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    for page, target in links:
         path, _, anchor = target.partition("#")
         if re.match(r"\w+:|\.\./\.\./actions/", target):  # of GitHub, which has that page
             continue
         linked = (page.parent / path).resolve() if path else page
-        assert linked.exists(), target
+        assert linked.exists(), (page, target)
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
@@ -183,6 +160,7 @@ def test_the_networks_that_are_said_to_run_are_those_that_tests_train() -> None:
             assert all(path.endswith(f".{end}") for path, end in zip(paths, ends, strict=True))
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],

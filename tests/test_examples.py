@@ -121,7 +121,7 @@ def test_lightning_cli(example: Path) -> None:
     assert "Ticket drawn" in drawn or list(example.glob("checkpoints/last.ckpt"))
     checkpoint = torch.load(example / "checkpoints" / "last.ckpt", weights_only=False)
     assert checkpoint["global_step"] == 6
-    assert any(key.startswith("EarlyBirdTicket") for key in checkpoint["callbacks"])
+    assert any(key.startswith("GradualPruning") for key in checkpoint["callbacks"])
     weight = checkpoint["state_dict"]["model.1.perceptron.0.weight"]
     assert weight.count_nonzero() < weight.numel() / 2
     saved = ["--ckpt_path", "checkpoints/last.ckpt"]
@@ -137,7 +137,7 @@ def test_lightning_cli_takes_a_name_and_overrides(example: Path, form: str) -> N
     pytest.importorskip("jsonargparse")
     if form == "the class alone":
         form = "--trainer.strategy AxoSparseStrategy --trainer.strategy.g_inter 2"
-        form += " --trainer.callbacks EarlyBirdTicket --trainer.callbacks.draw_by 2"
+        form += " --trainer.callbacks GradualPruning --trainer.callbacks.end 2"
     small = "--model.width 16 --model.depth 2 --model.heads 2 --data.max_held_out 4"
     small += " --data.max_bytes 50000 --data.context 64 --model.context 64 --trainer.logger false"
     trainer = "--trainer.accelerator cpu --trainer.devices 2 --trainer.max_steps 4"

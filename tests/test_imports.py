@@ -53,7 +53,7 @@ WRAPPERS = "support/torch_internals.py", "strategy/compat/"
 NO_OTHER_WAY = {
     # What a module holds, under names that state dicts and subclasses depend on.
     "checkpoint/load.py": {"_buffers", "_parameters"},
-    "pipeline/state/module_state.py": {"_buffers", "_modules"},
+    "pipeline/state/module_state.py": {"_buffers", "_modules", "_parameters"},
     "pipeline/crossing/placeholder.py": {"_buffers", "_make_subclass"},
     "pipeline/shard/sharding.py": {"_buffers", "_parameters"},
     "pipeline/crossing/side_outputs.py": {

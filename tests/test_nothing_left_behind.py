@@ -230,7 +230,7 @@ def observed_run(name: str, folder: Path, raises: bool) -> tuple[Trainer, Traine
     for call in ENTRIES.values():
         call(plain, module)
     module.raises = raises
-    ticket = EarlyBirdTicket(0.5, method="early-bird", every="1 epoch", draw_by="1 epoch")
+    ticket = EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch")
     callbacks = [ticket, PipelineTimeline(folder=folder / "traces")]
     strategy = AxoSparseStrategy(**arguments)
     run = trainer(strategy, devices, max_epochs=2, callbacks=callbacks, **options)

@@ -29,7 +29,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, GradualPruning
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.parameters import state_bytes
@@ -93,7 +93,7 @@ def run(name: str, path: str, options: argparse.Namespace) -> None:
     if ratio is not None:
         strategy = AxoSparseStrategy(g_inter=1, microbatches=1, shard_optimizer=shards)
     if ratio:
-        callbacks.append(EarlyBirdTicket(ticket=Ticket.magnitude(model, ratio, floor=1.0)))
+        callbacks.append(GradualPruning(ticket=Ticket.magnitude(model, ratio, floor=1.0)))
     steps = options.steps + WARM_UP
     data = list(torch.randn(options.ranks * steps, options.tokens, options.width))
     trainer = L.Trainer(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.memory.step import resident
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket
+from lightning_axosparse import AxoSparseStrategy, GradualPruning, Ticket
 
 LAYERS, STEPS, STATE = 48, 3, 16
 MB = 1_000_000
@@ -69,7 +69,7 @@ def trainer(steps: int, ticket: Path | None) -> L.Trainer:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[] if ticket is None else [EarlyBirdTicket(ticket=ticket)],
+        callbacks=[] if ticket is None else [GradualPruning(ticket=ticket)],
         strategy=AxoSparseStrategy(MPI.COMM_WORLD.size),
     )
 

@@ -109,9 +109,7 @@ def main() -> None:
     kept_all = True
     print("| row | before the draw | after it | bound |\n| --- | --: | --: | --: |")
     for name, settings, compute, precision, bound in ROWS:
-        ticket = EarlyBirdTicket(
-            0.5, method="early-bird", every="1 epoch", draw_by="1 epoch", compute=compute
-        )
+        ticket = EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch", compute=compute)
         strategy = AxoSparseStrategy(**{"g_inter": 1, **settings})
         found = losses(strategy, accelerator, precision, ticket)
         drawn = drawn or found[BATCHES:]

@@ -16,6 +16,7 @@ import argparse
 import copy
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -130,7 +131,7 @@ def blocks() -> dict[str, Runner]:
     start_axonn(shard, peers.MICROBATCHES)
     mailboxes = connect_stages(world.rank, world.size, 0, peers.MICROBATCHES, Staging())
     link = ChannelLink(*mailboxes, torch.device("cpu"))
-    ours = peers.Ours(our_stage, SCHEDULES["together"], 2 * world.size, link)
+    ours = peers.Ours(our_stage, SCHEDULES["message-driven"], 2 * world.size, link, nullcontext)
 
     for part_x, part_y in zip(x.split(1), y.split(1), strict=True):
         (peers.loss_of(nn.Sequential(*layers)(part_x), part_y) / peers.MICROBATCHES).backward()
@@ -161,7 +162,7 @@ def sleep() -> dict[str, Runner]:
         sleeper.prepare(trial, case.sigma)
         axonn.run_batch(x, y)
 
-    ours_2p = schedules.Choice(SCHEDULES["together"], 2 * world.size)
+    ours_2p = schedules.Choice(SCHEDULES["message-driven"], 2 * world.size)
     ours = schedules.SleepingStage().runner(ours_2p, case)
     return {THEIRS: theirs, "limit 2P": ours}
 

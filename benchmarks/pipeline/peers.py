@@ -40,15 +40,15 @@ from lightning_axosparse.distributed.mpi import transport
 from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
-from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link
-from lightning_axosparse.pipeline.engine import StageRun
-from lightning_axosparse.pipeline.schedule import (
-    SCHEDULES,
-    CooldownFilling,
-    Schedule,
+from lightning_axosparse.pipeline.crossing.message import (
+    Activation,
+    ChannelLink,
+    Gradients,
+    Link,
+    Message,
 )
+from lightning_axosparse.pipeline.engine import StageRun
+from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
@@ -90,34 +90,26 @@ class Passes:
     def __init__(
         self,
         layers: nn.Module,
-        split: SplitLayers,
         inputs: Sequence[Tensor] | None,
         targets: Sequence[Tensor] | None,
-        defers: Callable[[int], bool],
     ) -> None:
         self._layers, self._inputs, self._targets = layers, inputs, targets
-        self._defers = defers
-        self._split, self._queue = split, WeightGradientQueue(lambda parameter: None)
 
-    def forward(self, microbatch: int, received: Any) -> Any:
-        self._split.suspended = not self._defers(microbatch)
-        output = self._layers(received if self._inputs is None else self._inputs[microbatch])
-        if self._targets is None:
-            return output
-        return loss_of(output, self._targets[microbatch]) / MICROBATCHES
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
+        if received is None:
+            assert self._inputs is not None
+            output = self._layers(self._inputs[microbatch])
+        else:
+            output = self._layers(received.content.output)
+        if self._targets is not None:
+            output = loss_of(output, self._targets[microbatch]) / MICROBATCHES
+        return Activation(output)
 
-    def backward(self, microbatch: int, output: Any, gradients: Any) -> float:
-        incoming = gradients and gradients.tensors
-        with self._split.deferring(self._queue, microbatch, incoming or []):
-            torch.autograd.backward([output], incoming)
-        if microbatch == MICROBATCHES - 1:
-            self._queue.end_backwards()
+    def backward(
+        self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients | None
+    ) -> float:
+        torch.autograd.backward(sent, gradients and gradients.tensors)
         return 1.0
-
-    def make_weight_gradient(self, microbatch: int) -> bool:
-        if self._queue.holds(microbatch):
-            self._queue.compute_next()
-        return not self._queue.holds(microbatch)
 
 
 class Ours:
@@ -133,9 +125,6 @@ class Ours:
     ) -> None:
         self._layers, self._schedule, self._limit, self._link = layers, schedule, limit, link
         self._products = products
-        self._split = SplitLayers(layers)
-        if schedule.defers_weight_gradients:
-            self._split.install()
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         stage, stages = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -144,12 +133,10 @@ class Ours:
         decides = self._schedule(stage, stages, MICROBATCHES, self._limit)
         passes = Passes(
             self._layers,
-            self._split,
             inputs if stage == 0 else None,
             targets if stage == stages - 1 else None,
-            decides.defers,
         )
-        with self._products(), self._split.batch():
+        with self._products():
             engine.run([StageRun(stage, stages, decides, self._link, passes, engine.Order())])
 
 
@@ -218,13 +205,9 @@ def main() -> None:
         transport.shares_memory = lambda comm, peer: False
     boxes = transport.connect_stages(world.rank, world.size, 0, MICROBATCHES, Staging())
     link = ChannelLink(*boxes, torch.device("cpu"))
-    twice = 2 * world.size
     choices = {
         "1F1B, ours": (SCHEDULES["1f1b"], world.size),
-        "message-driven": (SCHEDULES["together"], twice),
-        "ZB-H1, ours": (SCHEDULES["zb-h1"], world.size),
-        "message-driven, deferred": (SCHEDULES["deferred"], twice),
-        "message-driven, deferred at the end": (CooldownFilling, twice),
+        "message-driven": (SCHEDULES["message-driven"], 2 * world.size),
     }
     theirs = {
         name: Torch(blocks, schedule, own_places(schedule)) for name, schedule in PEERS.items()
@@ -262,7 +245,7 @@ def main() -> None:
         return lambda trial: step(x, y)
 
     ready = ReadyLink(x[: options.samples])
-    lone = Ours(copy.deepcopy(mine), *choices["message-driven, deferred"], ready, products)
+    lone = Ours(copy.deepcopy(mine), *choices["message-driven"], ready, products)
     alone = Alone(lambda: lone(x, y), MICROBATCHES)
     runners = {name: runner(step) for name, step in steps.items()}
     seconds = trials(runners | {"alone": alone}, options.trials)
@@ -272,11 +255,7 @@ def main() -> None:
         kilobytes = options.samples * options.tokens * WIDTH * 4 / 1e3
         crowded = world.size > len(os.sched_getaffinity(0))
         large = kilobytes >= 500
-        bars = {
-            "message-driven": 0.97 if crowded else 0.92 if large else 1.0,
-            "message-driven, deferred": 0.94 if crowded or large else 0.92,
-            "message-driven, deferred at the end": 0.94 if crowded or large else 0.92,
-        }
+        bars = {"message-driven": 0.97 if crowded else 0.92 if large else 1.0}
         case = f"8 GPT blocks, {world.size} ranks, {kilobytes:.0f} kB"
         head()
         for name, ratio in ratios(seconds, BASELINE).items():

@@ -362,7 +362,7 @@ def ted(model: Transformer, g_tensor: int, saves: bool, constants: Constants) ->
     options = {"recompute": True, "shard_optimizer": True, "splits_experts": True}
     workload = Workload(layers, cluster, TED_BATCH, ZERO, **options)
     microbatches = TED_BATCH * g_tensor // TED_GPUS
-    choice = Choice(1, 1, microbatches, "together", TED_EXPERTS, g_tensor)
+    choice = Choice(1, 1, microbatches, TED_EXPERTS, g_tensor)
     return evaluate(workload, choice)
 
 

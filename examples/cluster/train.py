@@ -5,7 +5,7 @@ import os
 
 import lightning as L
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, GradualPruning
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 
@@ -26,7 +26,7 @@ if __name__ == "__main__":
         num_nodes=int(os.environ.get("SLURM_NNODES", 1)),
         max_steps=options.steps,
         strategy=AxoSparseStrategy(g_inter=options.stages, save_distributed_checkpoint=True),
-        callbacks=[EarlyBirdTicket(0.8)],
+        callbacks=[GradualPruning(0.8)],
     )
     heads = max(1, options.width // 64)
     model = GPT(width=options.width, depth=options.depth, heads=heads, context=128)

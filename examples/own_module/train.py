@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, GradualPruning
 
 
 class Classifier(L.LightningModule):
@@ -42,7 +42,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
 
     L.seed_everything(0)
-    ticket = EarlyBirdTicket(pruning_ratio=0.8)
+    ticket = GradualPruning(pruning_ratio=0.8)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,

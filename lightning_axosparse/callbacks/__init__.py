@@ -1,4 +1,4 @@
-"""Callbacks that find the ticket, record the timeline of a step, and report on a run.
+"""Callbacks that prune, record the timeline of a step, and report on a run.
 
 It may import from every subpackage but cli and examples.
 """

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.callbacks.ticket_search import (
-    SEARCH,
-    TicketSearch,
-    When,
+from lightning_axosparse.callbacks.mask_search import SEARCH, MaskSearch
+from lightning_axosparse.callbacks.ticket_callback import (
+    TicketCallback,
     misconfigured,
     strategy_of,
 )
+from lightning_axosparse.callbacks.times import Progress, When
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
 from lightning_axosparse.pruning.channel_ticket import (
     RATIO,
@@ -36,36 +38,33 @@ from lightning_axosparse.support.arguments import (
     checked,
     instance_of,
 )
-from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 
-class EarlyBirdChannels(TicketSearch):
+class EarlyBirdChannels(TicketCallback):
     """Finds an early-bird ticket of channels while training, then shrinks the network to it.
 
     This is the method of You et al. (ICLR 2020), on network slimming (Liu et al., ICCV 2017): an L1
     penalty draws the scales of BatchNorms towards zero, and the channels with the largest scales
     are kept, ranked over all layers. When the masks of the channels agree in the last ``window``
     comparisons, the ticket is drawn, once and identically on all ranks, and the network is rebuilt
-    with the kept channels alone: weights, gradients, optimizer state, statistics and the messages
+    with these channels alone: weights, gradients, optimizer state, statistics and the messages
     between stages shrink, and training goes on. The parameters stay the same objects.
 
     Which channels can be removed is found by tracing the network
-    (:mod:`lightning_axosparse.pruning.channels`); what stays whole is printed, with the
-    reason. The largest distance to the window is logged as ``mask_distance``. ``every``,
-    ``draw_after`` and ``draw_by`` are optimizer steps (an int), a share of the run (a float), or
-    epochs ("3 epochs").
+    (:mod:`lightning_axosparse.pruning.channels`); the layers that stay whole are printed, with the
+    reason. The largest distance to the window is logged as ``mask_distance``. ``every`` and
+    ``draw_by`` are optimizer steps (an int), a share of the run (a float), or epochs ("3 epochs").
 
     Args:
         pruning_ratio: fraction to prune, in (0, 1), of all channels that can be removed.
         slimming: factor of the L1 penalty on the scales of these channels, until the draw. Its
             subgradient is added to their gradients before these are clipped.
-        floor: each layer keeps at least this fraction, in [0, 1], of what it would keep if all kept
-            the same fraction, and never less than one channel.
+        floor: each layer keeps at least this fraction, in [0, 1], of the channels that it would
+            keep if all kept the same fraction, and never less than one.
         network: name of the part of the module whose ``forward`` is traced, such as "model"; None:
             the module itself.
         every: how often masks are computed and compared.
-        draw_after: draw not before this, even if the masks agree; None: as soon as they agree.
         draw_by: draw at this time at the latest, even if the masks still change; None: only when
             they agree.
         distance: "hamming": fraction of the channels whose mask changed, as in the paper;
@@ -89,6 +88,7 @@ class EarlyBirdChannels(TicketSearch):
     kind = ChannelTicket
     ticket: ChannelTicket | None
     lack = "cannot remove channels"
+    search: MaskSearch
 
     @checked(
         MisconfigurationException,
@@ -106,18 +106,23 @@ class EarlyBirdChannels(TicketSearch):
         floor: float = 0.5,
         network: str | None = None,
         every: When = "1 epoch",
-        draw_after: When | None = None,
         draw_by: When | None = 0.5,
         distance: Distance = "hamming",
         threshold: float = 0.1,
         window: int = 5,
         ticket: ChannelTicket | str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(every, draw_after, draw_by, distance, threshold, window, ticket)
+        super().__init__(ticket)
+        self.search = MaskSearch(every, draw_by, distance, threshold, window)
         self.pruning_ratio, self.slimming, self.floor = pruning_ratio, slimming, floor
         self.network = network
         self._channels: Channels | None = None
-        """What can be removed; None before training, and where a ticket is used from the start."""
+        """Those that can be removed; None before training, and with a ticket from the start.
+        """
+
+    @property
+    def _times(self) -> tuple[When | None, ...]:
+        return self.search.every, self.search.draw_by
 
     def _validate_before_launch(self, trainer: Trainer) -> None:
         with unless_made_later(trainer.lightning_module):
@@ -151,34 +156,39 @@ class EarlyBirdChannels(TicketSearch):
                 if scale.grad is not None:
                     scale.grad.add_(scale.detach().sign(), alpha=self.slimming)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Warn if no ticket was drawn."""
-        self._looked = None
-        if self.ticket is None:
-            rank_zero_warn(
-                f"No ticket of channels was drawn in {trainer.global_step} optimizer steps: "
-                f"{self._not_settled()}. The network has all its channels. Set draw_by, a larger "
-                "threshold or a smaller window, or train longer." + see("channels")
-            )
+    def _not_drawn(self, steps: int) -> str:
+        return (
+            f"No ticket of channels was drawn in {steps} optimizer steps: "
+            f"{self.search.not_settled()}. The network has all its channels. Set draw_by, a larger "
+            "threshold or a smaller window, or train longer." + see("channels")
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket, or the search for it."""
         scales = () if self._channels is None else self._channels.scales
-        return {**super().state_dict(), "window": self._window.gather_state(scales, None)}
+        masks = self.search.window.gather_state(scales, None)
+        return {**super().state_dict(), **self.search.state_dict(), "window": masks}
 
-    def _new_masks(
-        self, trainer: Trainer, module: LightningModule
-    ) -> tuple[MaskBits, float | None]:
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self.search.load_state(state)
+
+    def _act(self, trainer: Trainer, before: Progress, now: Progress, on_step: bool) -> None:
+        search = self.search
+        if not search.is_due(trainer, before, now):
+            return
         masks = self._masks(trainer)
-        return masks, self._window.add(masks, set(masks), None, None)  # Every rank has all masks.
+        distance = search.window.add(masks, set(masks), None, None)  # Every rank has all masks.
+        if search.ends(trainer, now, distance, on_step):
+            self._draw(trainer, masks)
 
-    def _draw(self, trainer: Trainer, module: LightningModule, masks: MaskBits) -> None:
+    def _draw(self, trainer: Trainer, masks: MaskBits) -> None:
         assert self._channels is not None
         step, distances = trainer.global_step, self.distances
         ticket = ChannelTicket(masks, self.pruning_ratio, step, distances, channels=self._channels)
         strategy_of(trainer).shrink(ticket)
         self.ticket, self.drawn_at = ticket, step
-        self._window.clear()
+        self.search.window.clear()
         rank_zero_info(f"Early-bird ticket of channels drawn: {ticket}")
 
     def _scales(self, trainer: Trainer) -> dict[str, Tensor]:

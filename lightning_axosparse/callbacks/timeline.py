@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_axosparse.callbacks.ticket_search import Period, period_of
+from lightning_axosparse.callbacks.ticket_callback import Period, period_of
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.arguments import INDEX, NONE, PATH, checked
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 COLOURS: dict[Activity, str] = {
     "forward": "#4c78a8",
     "backward": "#f58518",
-    "weight gradient": "#e45756",
     "wait": "#e4e4e4",
     "all-reduce": "#54a24b",
     "optimizer": "#b279a2",

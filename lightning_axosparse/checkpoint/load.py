@@ -58,7 +58,7 @@ def load_sparse(
     predicts and trains with any Trainer or none, and only kept entries change. A pruned parameter
     is a vector: where ``configure_optimizers`` tells matrices by their number of dimensions, use
     ``AxoSparseStrategy``, which shows it the dense shapes. For a pipeline pass the returned ticket
-    to ``EarlyBirdTicket(ticket=...)``, which saves it in checkpoints.
+    to ``GradualPruning(ticket=...)``, which saves it in checkpoints.
 
     Args:
         module: the model; with ``skip`` it may have parameters that are not in ``source``.
@@ -97,7 +97,7 @@ def load_sparse(
     if ticket is None:
         raise ValueError(
             "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
-            ": an EarlyBirdTicket callback has it as its `ticket`." + see("checkpoints")
+            ": the callback that pruned has it as its `ticket`." + see("checkpoints")
         )
     ticket.validate_shapes(owned)
     stored = _load_kept(module, owned, state, ticket.masks, skipped)

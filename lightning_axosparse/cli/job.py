@@ -212,7 +212,7 @@ def random_ticket(folder: str, seed: int) -> Ticket:
         )
     if job.result.draw_step is None:
         raise ValueError(
-            f"This arm needs the ticket of '{path}', but that job drew none. Give it "
-            "pruning.draw_by." + see("commands")
+            f"This arm needs the ticket of '{path}', but that job drew none. Train "
+            "it to the end of pruning: lower pruning.end." + see("commands")
         )
     return Ticket.load(path / "ticket.pt").random(seed)

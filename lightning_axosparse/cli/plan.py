@@ -8,14 +8,13 @@ from dataclasses import replace
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.callbacks.timeline import RecordedStep, gantt
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transformer
 from lightning_axosparse.planning.search import Plan, Workload, search
 from lightning_axosparse.planning.simulate import Wire
@@ -31,7 +30,6 @@ MODELS = {
 }
 
 _SHAPE = ("LAYERS", "WIDTH", "HEADS", "SEQUENCE", "VOCABULARY")
-_DEFERRED = {"together": "no", "cooldown": "at end", "deferred": "all"}
 _DRAWN = 3000
 """Most spans in a chart: more are too narrow to see and take minutes to plot."""
 
@@ -40,9 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    apart = [kind for kind in options.weight_gradients if kind != "together"]
-    if options.recompute and apart:
-        parser.error(f"--weight-gradients {apart[0]} keeps what --recompute computes again")
     best: list[tuple[float, Plan]] = []
     for ratio in options.pruning_ratio:
         try:
@@ -61,7 +56,6 @@ _COLUMNS = (
         "stages x\n[tensor x]\nreplicas\n(experts\nover)",
         "micro-\nbatches\nx samples",
         "in\nflight",
-        "de-\nferred",
     ),
     *("GB a\ndevice", "bubble", "mes-\nsages\ns", "all-\nreduce\ns", "step\ns"),
 )
@@ -74,7 +68,6 @@ def table(plans: Sequence[Plan], title: str) -> Section:
             _grid(plan),
             f"{plan.microbatches} x {plan.choice.microbatch}",
             str(plan.choice.in_flight),
-            _DEFERRED[plan.choice.weight_gradients],
             f"{plan.memory / 1e9:.2f}",
             f"{plan.simulation.bubble:.1%}",
             f"{plan.message_seconds:.2g}",
@@ -100,8 +93,7 @@ def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
     for axes, (ratio, plan) in zip(figure.axes, plans, strict=True):
         axes.set_title(
             f"{_weights(ratio)}: {_grid(plan)} devices, "
-            f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight, "
-            f"weight gradients {plan.choice.weight_gradients}"
+            f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight"
         )
     figure.savefig(file, dpi=120)
 
@@ -130,7 +122,6 @@ def _workload(options: argparse.Namespace, ratio: float) -> Workload:
         pruning_ratio=ratio,
         recompute=options.recompute,
         overhead=options.overhead if ratio else 0.0,
-        weight_gradients=tuple(dict.fromkeys(options.weight_gradients)),
         shard_optimizer=options.shard_optimizer,
         g_expert=tuple(divisors(experts)),
         g_tensor=tuple(dict.fromkeys(options.tensor)),
@@ -168,14 +159,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
     add("--recompute", action="store_true", help="recompute activations in backward")
     add("--shard-optimizer", action="store_true", help="replicas divide the optimizer's state")
-    add(
-        "--weight-gradients",
-        choices=get_args(WeightGradients),
-        nargs="+",
-        default=["together"],
-        help="made in backward passes, or where a stage would wait: at the end of a batch, or "
-        "always; several to compare",
-    )
     add(
         "--overhead",
         type=_not_negative,

@@ -29,7 +29,7 @@ _FLAGS = (
     *("alarm", "reported", "finished"),
 )
 
-Pass = Literal["forward", "backward", "weight gradient"]
+Pass = Literal["forward", "backward"]
 
 _POLLS = 20
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3

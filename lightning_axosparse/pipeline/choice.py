@@ -1,133 +1,21 @@
-"""Chooses the schedule and the in-flight limit of a pipeline, by what its first batches measure."""
+"""Chooses the in-flight limit of a pipeline, by the memory that its first batch takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.profile import activation_bytes
-from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule, is_message_driven
-from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import see
-
-_WARM_UP, _TRIALS = 1, 7  # batches of each schedule
-
-
-class Trials(NamedTuple):
-    """What one rank has measured.
-
-    Attributes:
-        seconds: median seconds of a batch's passes with each of the schedules.
-        reordered: whether deferral has changed the order of a sum.
-    """
-
-    seconds: tuple[float, ...]
-    reordered: bool
-
-
-def tried(schedule: str, may_defer: bool) -> list[str]:
-    """The names of the schedules of which the fastest is used.
-
-    Args:
-        schedule: one of ``SCHEDULES``, or "message-driven" for the fastest of these.
-        may_defer: whether nothing else forbids that one defers weight gradients.
-    """
-    if schedule != "message-driven":
-        return [schedule]
-    return ["together", "cooldown", "deferred"] if may_defer else ["together"]
-
-
-class ScheduleChoice:
-    """Runs the first batches by several schedules in turn, and the others by the fastest one.
-
-    All make the same gradients to the bit, unless a step reads a weight besides calling its layer;
-    where that is found the choice is the first, because it must not depend on times. Whether
-    deferral pays depends on how long stages wait and on what it costs, which differs by processor:
-    a split layer takes longer, and a product whose operands have left the cache does.
-
-    Args:
-        names: of the schedules; first the one whose backward passes are whole, last the one that
-            takes the most memory.
-        gather: returns the values of all ranks on every rank; collective over the job.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        gather: Callable[[Trials], list[Trials]],
-    ) -> None:
-        self._names, self._schedules = names, [SCHEDULES[name] for name in names]
-        self._gather = gather
-        self.measure_again()
-
-    def measure_again(self) -> None:
-        """Run all in turn again, where there are several."""
-        is_given = len(self._schedules) == 1
-        self._chosen: type[Schedule] | None = self._schedules[0] if is_given else None
-        self._seconds: list[float] = []
-        self._reordered = False
-
-    def begin_batch(self) -> type[Schedule]:
-        """Return the schedule of the next batch; gathers once, when all trials have run."""
-        if self._chosen is not None:
-            return self._chosen
-        turn, place = divmod(len(self._seconds), len(self._schedules))
-        if turn == _WARM_UP + _TRIALS:
-            self._chosen = self._choose()
-            return self._chosen
-        # The first batch, in which memory is measured, is one that takes the most of it.
-        return self._schedules[-1 - place]
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Measure the passes of a batch."""
-        began = perf_counter()
-        yield
-        if self._chosen is None:
-            self._seconds.append(perf_counter() - began)
-
-    def forget_batch(self) -> None:
-        """Do not count the last batch, which runs again on this replica, and not on others."""
-        if self._chosen is None:
-            self._seconds.pop()
-
-    def found_reordered_sums(self) -> None:
-        """Choose whole backward passes in the end."""
-        self._reordered = True
-
-    def _choose(self) -> type[Schedule]:
-        count = len(self._schedules)
-        timed = self._seconds[_WARM_UP * count :]
-        medians = tuple(median(timed[place::count]) for place in reversed(range(count)))
-        ranks = self._gather(Trials(medians, self._reordered))
-        if any(rank.reordered for rank in ranks):
-            rank_zero_info(
-                "schedule='together': the step reads a weight besides calling its layer, "
-                "so deferral would change the order of its gradient's terms."
-            )
-            return self._schedules[0]
-        slowest = [max(each) for each in zip(*(rank.seconds for rank in ranks), strict=True)]
-        best = slowest.index(min(slowest))
-        others = ", ".join(
-            f"{name} {seconds * 1e3:,.0f}"
-            for seconds, name in zip(slowest, self._names, strict=True)
-            if name != self._names[best]
-        )
-        rank_zero_info(
-            f"schedule={self._names[best]!r} is fastest: {slowest[best] * 1e3:,.0f} ms a "
-            f"batch ({others})."
-        )
-        return self._schedules[best]
 
 
 class InFlightLimit:
@@ -156,9 +44,6 @@ class InFlightLimit:
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
         """Measure a stage's forward pass in this context, where the limit depends on it."""
         return nullcontext()
-
-    def measured_pending(self, stage: int, size: int) -> None:
-        """Take in what a stage keeps of a micro-batch that waits for its weight gradients."""
 
     def measure_again(self) -> None:
         """Choose again, because memory was freed."""
@@ -218,11 +103,6 @@ class MemoryInFlightLimit(InFlightLimit):
         """Measure what the stage keeps of its first micro-batch."""
         return nullcontext() if stage in self._kept else self._measure(stage, received)
 
-    def measured_pending(self, stage: int, size: int) -> None:
-        """Count a micro-batch as what it keeps until its weight gradients, if that is more."""
-        self._kept[stage] = max(self._kept.get(stage, 0), size)
-        self.kept = sum(self._kept.values())
-
     @contextmanager
     def _measure(self, stage: int, received: Any) -> Iterator[None]:
         with activation_bytes(self._rule.device, received) as kept:
@@ -275,6 +155,6 @@ class InFlightRule:
 
     def limit(self, stages: int, groups: ProcessGroups) -> InFlightLimit:
         """The limit of a pipeline of so many stages."""
-        if self.given is not None or stages == 1 or not is_message_driven(self.schedule):
+        if self.given is not None or stages == 1 or self.schedule != "message-driven":
             return InFlightLimit(self.given or stages)
         return MemoryInFlightLimit(stages, self, partial(all_gather, group=groups.world))

@@ -15,7 +15,6 @@ group meet in the same collectives, in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeVar, cast, get_args
 
@@ -25,8 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
-from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
@@ -47,13 +45,13 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingBatch,
     TrainingStageStep,
 )
-from lightning_axosparse.pipeline.whole_batch import (
+from lightning_axosparse.pipeline.step_end import (
     EndedStageStep,
     StepEnd,
-    StepFront,
     WholeStageStep,
     WholeStep,
 )
+from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.object_trees import CannotPickle
 from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see
@@ -171,7 +169,7 @@ class StageRun:
         self.stage, self.schedule, self.passes = stage, schedule, passes
         self._order = order
         self.peak_in_flight = 0
-        """Most micro-batches that the stage has held, or that waited for weight gradients."""
+        """Most micro-batches that the stage has held."""
         self._first, self._last = stage == 0, stage == stages - 1
         self._link = link
         self._held: dict[int, tuple[Message | None, Sequence[Tensor]]] = {}
@@ -200,8 +198,7 @@ class StageRun:
         sent = sent_tensors(activation) if self._last else self._sent(activation)
         if self.schedule.held:
             self._held[microbatch] = received, sent
-            kept = len(self._held) + self.schedule.pending
-            self.peak_in_flight = max(self.peak_in_flight, kept)
+            self.peak_in_flight = max(self.peak_in_flight, len(self._held))
 
     def _sent(self, activation: Activation) -> Sequence[Tensor]:
         try:
@@ -222,11 +219,6 @@ class StageRun:
         if received is not None:
             leaves = [leaf.grad for leaf in received.tensors]
             self._link.send_gradient(Gradients(leaves, factor))
-
-    def make_weight_gradient(self, microbatch: int) -> None:
-        """Make one of the weight gradients that backward passes have left."""
-        if cast(TrainingStageStep, self.passes).make_weight_gradient(microbatch):
-            self.schedule.end_weight_gradients()
 
     def awaited(self) -> str:
         """The messages without which this stage cannot continue, in words."""
@@ -260,10 +252,8 @@ def run(stages: Sequence[StageRun]) -> None:
                 stage.send_activation(microbatch, received, output)
                 # Held no longer than the backward pass needs them.
                 del received, output
-            elif kind == "backward":
-                stage.backward(microbatch)
             else:
-                stage.make_weight_gradient(microbatch)
+                stage.backward(microbatch)
         if stage.schedule.finished:
             unfinished.remove(stage)
     for stage in stages:
@@ -295,10 +285,9 @@ class Pipeline:
     Args:
         layers: the layers of all stages.
         links: to adjacent stages, by the stages of this process.
-        choice: of the schedule.
+        schedule: that of training.
         limit: of micro-batches in flight.
         rng: seeds the random numbers of a batch.
-        split: the layers whose weight gradients may be made apart.
         gather: returns the values of all ranks of the pipeline.
         agreed_order: decides on the ranks of a group that share layers.
         outer_parameters: returns the parameters outside the layers.
@@ -308,20 +297,19 @@ class Pipeline:
         self,
         layers: PipelinedLayers,
         links: Mapping[int, Link],
-        choice: ScheduleChoice,
+        schedule: type[Schedule],
         limit: InFlightLimit,
         rng: PipelineRNG,
-        split: SplitLayers,
         gather: Callable[[Any], list[Any]],
         agreed_order: Order,
         outer_parameters: Callable[[], Collection[nn.Parameter]] = list,
     ) -> None:
         self._agreed_order = agreed_order
-        self.limit, self.choice = limit, choice
+        self.limit, self._schedule = limit, schedule
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this process held in its last training batch."""
         self._layers, self._links = layers, links
-        self._rng, self._split, self._gather = rng, split, gather
+        self._rng, self._gather = rng, gather
         self._outer_parameters = outer_parameters
         self._stages = len(layers.parts)
 
@@ -347,8 +335,7 @@ class Pipeline:
             the batch has to run again.
         """
         self.limit.begin_batch(held=len(batch.microbatches) if by_parts is None else 0)
-        schedule = self.choice.begin_batch()
-        order = self._order(schedule, batch, forwards_first=by_parts is None)
+        order = self._order(self._schedule, batch, forwards_first=by_parts is None)
         first = min(self._links)
         front = self._front(batch)
         steps: dict[int, TrainingStageStep] = {}
@@ -360,23 +347,15 @@ class Pipeline:
             steps[stage] = make(
                 *(stage, batch, self._layers, self._rng, front.of if front else _as_they_are),
                 limit=self.limit,
-                split=self._split,
-                defers=order[stage].defers,
                 is_first_here=stage == first,
                 deferred=self._outer_parameters() if has_front else (),
                 end_backward=front.backward if front and has_front else _nothing,
             )
         runs = self._runs(steps, order)
-        split = self._split.batch() if schedule.defers_weight_gradients else nullcontext()
-        backwards = self._layers.backwards_followed()
-        with split, backwards, self.choice.timed():
+        with self._layers.backwards_followed():
             if front is not None:
                 front.run()
             run(runs)
-        if steps[first].is_void:
-            self.choice.forget_batch()
-        if any(step.reordered_sums for step in steps.values()):
-            self.choice.found_reordered_sums()
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
         return steps.get(self._stages - 1), steps[first].is_void
 

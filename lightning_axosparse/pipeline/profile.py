@@ -12,12 +12,12 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.shard.partition import Partition
-from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.torch_internals import (
     OperatorMode,
     storage_id,
@@ -259,7 +259,7 @@ class StageTimes:
 
 
 def _computed() -> float:
-    return clock.totals["forward"] + clock.totals["backward"] + clock.totals["weight gradient"]
+    return clock.totals["forward"] + clock.totals["backward"]
 
 
 def _say(seconds: Sequence[float]) -> None:

@@ -7,7 +7,7 @@ Every stage runs the user's whole step on the whole module. Calling a layer does
     layer of a later stage       ends the step by raising ``StageEdge``
 
 So does the return of the last layer: the end of the step runs once, on the whole batch, as one more
-stage without layers, in which every layer is replaced (``whole_batch``). Only where losses are
+stage without layers, in which every layer is replaced (``step_end``). Only where losses are
 differentiated micro-batch by micro-batch does the step go on behind the last layer.
 ``skip_tensors`` sends along what the code between layers has computed, ``side_outputs`` what hooks
 and attributes of earlier layers hold, as far as later stages read it (``message``).
@@ -286,8 +286,11 @@ class PipelinedLayers:
         self._present = {layer for stage in stages for layer in self.parts[stage]}
         buffers = dict(self._module.named_buffers())
         self._buffers = {id(buffer): name for name, buffer in buffers.items()}
+        places: dict[nn.Module, list[int]] = {}
         for index, layer in enumerate(self.layers):
-            self._undo.enter_context(replaced_forward(layer, partial(self._forward, index)))
+            places.setdefault(layer, []).append(index)
+        for layer, indices in places.items():
+            self._undo.enter_context(replaced_forward(layer, partial(self._forward, indices)))
         within = {part for layer in self.layers for part in layer.modules()}
         for part in self._module.modules():
             # In evaluation it gives its layers nested tensors, which cannot be sent or joined.
@@ -346,12 +349,15 @@ class PipelinedLayers:
                 "order." + see("steps")
             )
 
-    def _forward(self, index: int, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward(self, places: Sequence[int], compute: Callable[..., Any]) -> Callable[..., Any]:
+        """What replaces the forward of a layer, which stands at one place, or at several."""
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             running = self._running
             if running is None:
-                return self._outside_step(index, compute, *args, **kwargs)
+                return self._outside_step(places, compute, *args, **kwargs)
             visit, part = running.visit, running.part
+            index = visit.next_layer if visit.next_layer in places else places[0]
             if index != visit.next_layer or visit.received.is_empty:
                 self._refuse_call(visit, index)
             visit.next_layer += 1
@@ -435,13 +441,15 @@ class PipelinedLayers:
             visit.segment = Segment(checkpointing.device, self.remember, checkpointing.count)
         return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
-    def _outside_step(self, index: int, compute: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    def _outside_step(
+        self, places: Sequence[int], compute: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
         # Activation checkpointing calls a layer again in the backward pass.
-        if index in self._present:
-            return compute(*args, **kw)
+        if not self._present.isdisjoint(places):
+            return compute(*args, **kwargs)
         raise RuntimeError(
-            f"Layer {self.names[index]!r} was called outside of training_step, validation_step, "
-            "test_step and predict_step, but this rank holds only the layers "
+            f"Layer {self.names[places[0]]!r} was called outside of training_step, "
+            "validation_step, test_step and predict_step, but this rank holds only the layers "
             f"{[self.names[i] for i in sorted(self._present)]}. Call it after the run, when the "
             "module is whole again." + see("values-between-layers")
         )

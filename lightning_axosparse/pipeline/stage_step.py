@@ -12,8 +12,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.backward.parameter_gradients import WeightGradientQueue
-from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.batch_layout import copied
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
@@ -75,7 +73,7 @@ class Effects(Protocol):
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
-        """What has to observe a run of which nothing counts."""
+        """What has to observe runs."""
 
     def discarded(self) -> AbstractContextManager[None]:
         """Make a context in which nothing of what a run does counts."""
@@ -139,7 +137,7 @@ class Batch:
             visit: the run.
             counts: whether it is the one that counts.
         """
-        visit.modes = [*(() if counts else self.effects.modes), *visit.modes]
+        visit.modes = [*self.effects.modes, *visit.modes]
         numbers = self.numbers.get(visit.stage)
         if numbers is None:
             yield
@@ -242,9 +240,8 @@ class StageStep:
         batch = self.batch
         visit.modes = modes
         self._rng.begin_run()
-        context = self._forward_context(visit)
         try:
-            with batch.of_pass(self.stage), batch.observed(part, visit), context:
+            with batch.of_pass(self.stage), batch.observed(part, visit):
                 with self._layers.visit(visit), batch.precision():
                     given = copied(part.batch)
                     self._given(given, part, visit)
@@ -260,10 +257,6 @@ class StageStep:
 
     def _given(self, batch: Any, part: MicroBatch, visit: Visit) -> None:
         """Take in what the step is given of a micro-batch."""
-
-    def _forward_context(self, visit: Visit) -> AbstractContextManager[None]:
-        """Make the context in which the step runs on a micro-batch."""
-        return nullcontext()
 
 
 class ProbingStep(StageStep):
@@ -298,7 +291,7 @@ class TrainingStageStep(StageStep):
     """The forward and backward passes of one stage through one batch.
 
     The last backward pass of a stage that ``is_first_here``, in this process, makes the gradients
-    of the process final, but for those of parameters that ``deferred`` returns: they are final when
+    of the process final, but for those of ``deferred`` parameters: they are final when
     ``end_backward`` was called.
     """
 
@@ -308,8 +301,6 @@ class TrainingStageStep(StageStep):
         self,
         *shared: Any,
         limit: InFlightLimit,
-        split: SplitLayers,
-        defers: Callable[[int], bool],
         is_first_here: bool,
         deferred: Collection[nn.Parameter] = (),
         end_backward: Callable[[], None] = lambda: None,
@@ -318,8 +309,7 @@ class TrainingStageStep(StageStep):
         assert isinstance(self.batch, TrainingBatch)
         self._backward = self.batch.backward
         self._limit, self._is_first_here = limit, is_first_here
-        self._split, self._queue = split, WeightGradientQueue(self._backward.mark_final)
-        self._defers, self._deferred, self._end_backward = defers, deferred, end_backward
+        self._deferred, self._end_backward = deferred, end_backward
         self._visits: dict[int, Visit] = {}
         self.is_void = False
         """Whether the batch has to run again, and these gradients do not count."""
@@ -347,17 +337,11 @@ class TrainingStageStep(StageStep):
         is_final = is_last_pass and self._is_first_here and not self.is_void
         if is_final:
             assert gradients.factor is not None
-            deferred = {*self._split.parameters, *self._deferred}
-            self._backward.begin_last(gradients.factor, deferred)
+            self._backward.begin_last(gradients.factor, self._deferred)
         visit = self._visits.pop(microbatch, None)
-        with self._deferring(microbatch, visit, gradients):
-            self._differentiate(microbatch, sent, gradients)
+        self._differentiate(microbatch, sent, gradients)
         if visit is not None:
             visit.validate_placeholders()
-        if microbatch == 0:
-            self._limit.measured_pending(self.stage, self._queue.bytes_of(microbatch))
-        if is_last_pass:
-            self._queue.end_backwards()
         if is_final:
             self._end_backward()
             for parameter in self._deferred:
@@ -371,37 +355,13 @@ class TrainingStageStep(StageStep):
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         propagate(sent, gradients.tensors)
 
-    def _deferring(
-        self, microbatch: int, visit: Visit | None, gradients: Gradients
-    ) -> AbstractContextManager[None]:
-        """Make the context of a backward pass, in which products are queued if it defers."""
-        self._split.suspended = not self._defers(microbatch)
-        if self._split.suspended or visit is None:
-            return nullcontext()
-        borrowed = [*gradients.tensors, *visit.tensors]
-        return self._split.deferring(self._queue, microbatch, borrowed)
+    def _passed(self, visit: Visit, microbatch: int) -> Activation:
+        """Run the step, and measure what is left in memory after it has ended by ``StageEdge``."""
+        with self._measured(visit):
+            return super()._passed(visit, microbatch)
 
-    @property
-    def reordered_sums(self) -> bool:
-        """Whether weight gradients that were made later stand in another order in a sum.
-
-        It shows in batches that defer all of them: after whole backward passes there are others.
-        """
-        return self._queue.reordered and self._defers(0)
-
-    def make_weight_gradient(self, microbatch: int) -> bool:
-        """Make one of the weight gradients that backward passes have left.
-
-        Returns:
-            Whether those of this micro-batch are complete.
-        """
-        if self._queue.holds(microbatch):
-            self._queue.compute_next()
-        return not self._queue.holds(microbatch)
-
-    def _forward_context(self, visit: Visit) -> AbstractContextManager[None]:
-        """Split layers if the backward pass defers, and measure what the pass leaves in memory."""
-        self._split.suspended = not self._defers(visit.microbatch)
+    def _measured(self, visit: Visit) -> AbstractContextManager[None]:
+        """Measure what the pass that runs in this context leaves in memory."""
         return self._limit.measured(self.stage, visit.tensors)
 
 

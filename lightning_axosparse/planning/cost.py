@@ -76,7 +76,6 @@ class LayerCosts:
         forward: work of the forward pass, in units of which a device does :attr:`Cluster.speed` a
             second.
         backward: work of the backward pass.
-        weight_gradients: work of the part of it that makes weight gradients and can be deferred.
         recomputed: work of the second forward pass under activation checkpointing.
         weights: number of weights.
         activation_bytes: bytes of activations saved for the backward pass.
@@ -92,7 +91,6 @@ class LayerCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    weight_gradients: tuple[float, ...]
     recomputed: tuple[float, ...]
     weights: tuple[float, ...]
     activation_bytes: tuple[float, ...]
@@ -155,12 +153,8 @@ class Transformer:
     @property
     def layer_flops(self) -> float:
         """Floating-point operations of a block's forward pass on one sample."""
-        return self._token_flops + 4 * self.sequence**2 * self.width
-
-    @property
-    def _token_flops(self) -> float:
-        """Floating-point operations of a block's products with weights on one sample."""
-        return (8 + 16 * self.chosen) * self.width**2 * self.sequence
+        with_weights = (8 + 16 * self.chosen) * self.width**2 * self.sequence
+        return with_weights + 4 * self.sequence**2 * self.width
 
     @property
     def head_flops(self) -> float:
@@ -199,8 +193,6 @@ class Transformer:
         return LayerCosts(
             forward=forward,
             backward=tuple(2 * flops for flops in forward),
-            # Attention has no weights, and those of the tied head are made in backward passes.
-            weight_gradients=each(self._token_flops),
             recomputed=each(self.layer_flops),
             weights=each(self.layer_weights),
             activation_bytes=each(self.layer_activation_bytes),

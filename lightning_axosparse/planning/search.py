@@ -10,7 +10,7 @@ from itertools import product
 import numpy as np
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.schedule import SCHEDULES, WeightGradients
+from lightning_axosparse.pipeline.schedule import MessageDriven
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.planning.cost import Cluster, LayerCosts, Storage
 from lightning_axosparse.planning.simulate import Seconds, Simulation, ring_all_reduce, simulate
@@ -29,7 +29,6 @@ class Workload:
         pruning_ratio: fraction of the weights that are pruned.
         recompute: whether layers use activation checkpointing.
         overhead: time that sparse storage adds to a pass, as a fraction of the pass.
-        weight_gradients: when weight gradients may be made.
         shard_optimizer: whether replicas divide the optimizer's state.
         g_expert: over how many replicas experts may be spread.
         g_tensor: how many ranks may share the layers of a stage.
@@ -43,7 +42,6 @@ class Workload:
     pruning_ratio: float = 0.0
     recompute: bool = False
     overhead: float = 0.0
-    weight_gradients: tuple[WeightGradients, ...] = ("together",)
     shard_optimizer: bool = False
     g_expert: tuple[int, ...] = (1,)
     g_tensor: tuple[int, ...] = (1,)
@@ -57,7 +55,6 @@ class Choice:
     g_inter: int
     microbatch: int
     in_flight: int
-    weight_gradients: WeightGradients = "together"
     g_expert: int = 1
     g_tensor: int = 1
 
@@ -129,21 +126,15 @@ def _choices(workload: Workload) -> Iterator[Choice]:
         batch, rest = divmod(workload.batch * replica, devices)
         if rest or devices % replica or g_inter > len(workload.layers.forward):
             continue
-        kinds = workload.weight_gradients
-        if g_inter == 1:  # One stage waits for no message.
-            kinds = kinds[:1]
-        if g_tensor > 1:
-            kinds = ("together",)
         for microbatch in divisors(batch):
             microbatches = batch // microbatch
             limits = {g_inter, 2 * g_inter} if g_inter > 1 else {1}
             for in_flight in {min(limit, microbatches) for limit in limits}:
-                for kind in kinds:
-                    yield Choice(g_inter, microbatch, in_flight, kind, g_tensor=g_tensor)
+                yield Choice(g_inter, microbatch, in_flight, g_tensor=g_tensor)
             for g_expert in (each for each in workload.g_expert if each > 1):
                 if devices // replica % g_expert == 0:
                     # Backward passes begin when all forward passes have run.
-                    yield Choice(g_inter, microbatch, microbatches, "together", g_expert, g_tensor)
+                    yield Choice(g_inter, microbatch, microbatches, g_expert, g_tensor)
 
 
 class _StepEstimate:
@@ -162,7 +153,6 @@ class _StepEstimate:
         self._exchange = exchange = self._tokens(workload, parts) + self._shared(workload, parts)
         self._forward: Seconds = seconds * _sums(layers.forward, parts) + exchange
         self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed) + exchange
-        self._weight_gradient: Seconds = seconds * _sums(layers.weight_gradients, parts)
         experts, g_expert = _sums(layers.expert_weights, parts), choice.g_expert
         others = (_sums(layers.weights, parts) - experts) / g_tensor + layers.outside_weights
         same_experts = self._g_data // g_expert
@@ -210,24 +200,19 @@ class _StepEstimate:
     def lower_bound(self) -> float:
         """Seconds that a step takes at least, whatever the schedule.
 
-        These are all passes of one stage, and those of one micro-batch on the stages before it:
-        forward, and, unless it may go on with weight gradients meanwhile, backward.
+        These are all passes of one stage, and those of one micro-batch on the stages before it.
+        The last backward pass of the first stage comes after all of these, then its all-reduce.
         """
-        both, first = self._forward + self._backward, self._forward
-        if self.choice.weight_gradients == "together":
-            first = both
-        pipeline = first.cumsum() - first + self._microbatches * both
-        # Deferred, a stage may end last that is not the first.
-        ends = pipeline + (self._all_reduce + self._optimizer).min()
-        return float(ends.max())
+        both = self._forward + self._backward
+        pipeline = both.cumsum() - both + self._microbatches * both
+        return float(pipeline.max() + self._all_reduce[0] + self._optimizer[0])
 
     def plan(self) -> Plan:
         """Simulate the step."""
         choice = self.choice
-        schedule = SCHEDULES[choice.weight_gradients]
         simulation = simulate(
             [
-                schedule(
+                MessageDriven(
                     stage,
                     choice.g_inter,
                     self._microbatches,
@@ -242,7 +227,6 @@ class _StepEstimate:
             self._message_bytes,
             self._all_reduce,
             self._optimizer,
-            weight_gradient=self._weight_gradient,
         )
         slowest = min((wire.bandwidth for wire in self._wires), default=float("inf"))
         return Plan(

@@ -75,9 +75,6 @@ def simulate(
     message_bytes: float = 0.0,
     all_reduce: ArrayLike = 0.0,
     optimizer: ArrayLike = 0.0,
-    *,
-    weight_gradient: ArrayLike = 0.0,
-    products: int = 1,
 ) -> Simulation:
     """Simulate one step of one replica.
 
@@ -85,21 +82,15 @@ def simulate(
         schedules: a new schedule for each stage, first stage first.
         forward: seconds of a forward pass: one number, one per stage ``(stages,)``, or one per
             stage and micro-batch ``(stages, microbatches)``.
-        backward: seconds of a backward pass with its weight gradients, likewise.
+        backward: seconds of a backward pass, likewise.
         wires: the link between neighbouring stages: one for all, or a list of ``stages - 1``.
         message_bytes: bytes of an activation, and of its gradient.
         all_reduce: seconds of the data-parallel all-reduce after a stage's last pass: one number or
             one per stage.
         optimizer: seconds of the optimizer step after that, likewise.
-        weight_gradient: seconds of the weight gradients of a micro-batch, which are part of
-            ``backward``: a number or an array as for ``forward``. A schedule that defers them
-            makes passes of their own of them.
-        products: weight gradients of a micro-batch, each as long as the others; between two of them
-            a stage takes in what has arrived.
 
     Raises:
-        ValueError: if a shape does not match the number of stages and micro-batches, or weight
-            gradients take longer than the backward pass that they are part of.
+        ValueError: if a shape does not match the number of stages and micro-batches.
     """
     stages, microbatches = len(schedules), schedules[0].microbatches
     links = [wires] * (stages - 1) if isinstance(wires, Wire) else list(wires)
@@ -112,17 +103,7 @@ def simulate(
         "forward": _matrix("forward", forward, stages, microbatches),
         "backward": _matrix("backward", backward, stages, microbatches),
     }
-    if any(schedule.defers_weight_gradients for schedule in schedules):
-        deferred = _matrix("weight_gradient", weight_gradient, stages, microbatches)
-        if (deferred > passes["backward"]).any():
-            raise ValueError(
-                "weight_gradient is longer than backward, which includes it: give backward the "
-                "seconds of both." + see("planning")
-            )
-        apart = [[each.defers(number) for number in range(microbatches)] for each in schedules]
-        passes["backward"] = passes["backward"] - deferred * np.array(apart)
-        passes["weight gradient"] = deferred / products
-    events = _EventLoop(schedules, passes, products, links, message_bytes)
+    events = _EventLoop(schedules, passes, links, message_bytes)
     events.run()
     end = events.idle_since.copy()
     tail: list[tuple[Activity, ArrayLike]] = [("all-reduce", all_reduce), ("optimizer", optimizer)]
@@ -168,7 +149,6 @@ class _EventLoop:
         self,
         schedules: Sequence[Schedule],
         seconds: dict[PassKind, Seconds],
-        products: int,
         wires: Sequence[Wire],
         message_bytes: float,
     ) -> None:
@@ -176,8 +156,7 @@ class _EventLoop:
         self.spans: list[Span] = []
         self.busy = np.zeros(stages)
         self.idle_since = np.zeros(stages)
-        self._schedules, self._seconds, self._products = schedules, seconds, products
-        self._products_made = [0] * stages
+        self._schedules, self._seconds = schedules, seconds
         self._wires, self._message_bytes = wires, message_bytes
         self._running = [False] * stages
         self._arrived: dict[PassKind, list[int]] = {
@@ -218,7 +197,7 @@ class _EventLoop:
             return
         seconds = float(self._seconds[op.kind][stage, op.microbatch])
         receiver = _receiver(stage, op)
-        if receiver is not None and (wire := self._wire(stage, receiver)) is not None:
+        if (wire := self._wire(stage, receiver)) is not None:
             seconds += wire.overhead
         waited_since = float(self.idle_since[stage])
         if self._now - waited_since > self._instant:
@@ -232,11 +211,6 @@ class _EventLoop:
         self._running[stage] = False
         self.idle_since[stage] = self._now
         receiver = _receiver(stage, op)
-        if receiver is None:
-            self._products_made[stage] += 1
-            if self._products_made[stage] % self._products == 0:
-                self._schedules[stage].end_weight_gradients()
-            return
         if (wire := self._wire(stage, receiver)) is None:
             return
         start = max(self._now, self._wire_free.get((stage, receiver), 0.0))
@@ -252,8 +226,6 @@ class _EventLoop:
         return self._wires[min(sender, receiver)] if 0 <= receiver < len(self._schedules) else None
 
 
-def _receiver(stage: int, op: Op) -> int | None:
+def _receiver(stage: int, op: Op) -> int:
     """The stage to which a pass sends its result, also where the pipeline has no such stage."""
-    if op.kind == "weight gradient":
-        return None
     return stage + 1 if op.kind == "forward" else stage - 1

@@ -114,10 +114,10 @@ def mask_distance(
 
     Args:
         distance: "hamming": the fraction of all entries in which they differ, as in the paper; at
-            pruning ratio p at most ``2 min(p, 1 - p)``. "relative": the fraction of kept entries
-            that they do not have in common, ``1 - 2 |A and B| / (|A| + |B|)`` (one minus the
-            Sorensen-Dice coefficient), divided by that of independent random masks that keep as
-            many entries, which are 1 apart in the mean.
+            pruning ratio p at most ``2 min(p, 1 - p)``. "relative": the fraction of unpruned
+            entries that they do not have in common, ``1 - 2 |A and B| / (|A| + |B|)`` (one minus
+            the Sorensen-Dice coefficient), divided by that of independent random masks that keep
+            as many entries, which are 1 apart in the mean.
         one: name -> bool tensor, True where an entry is kept, of the parameters on this rank.
         other: the same names and shapes.
         counted: the names that this rank counts; each name is counted by exactly one rank of
@@ -180,6 +180,6 @@ class MaskWindow:
         return [MaskBits.merged(masks).state_dict() for masks in zip(*parts, strict=True)]
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore what :meth:`gather_state` returned."""
+        """Restore the masks that :meth:`gather_state` returned."""
         self._masks.clear()
         self._masks.extend(MaskBits.from_state_dict(state) for state in states)

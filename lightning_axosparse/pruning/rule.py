@@ -1,4 +1,4 @@
-"""Says which parameters are pruned, scores their entries, and makes the masks of what is kept."""
+"""Says which parameters are pruned, scores their entries, and makes masks of the highest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.troubleshooting import few, see, without_link
 
 ParameterKind = Literal["weight", "embedding", "head", "norm", "bias", "other"]
-"""What a parameter is to its layer."""
+"""The role of a parameter in its layer."""
 
 PRUNED_BY_DEFAULT: Mapping[str, bool] = {
     "weight": True,
@@ -33,20 +33,20 @@ PRUNED_BY_DEFAULT: Mapping[str, bool] = {
 }
 """Whether each kind is pruned."""
 
-Prune = Mapping[str, bool] | Callable[[str, nn.Parameter], bool]
+Which = Mapping[str, bool] | Callable[[str, nn.Parameter], bool]
 """A table by kinds and patterns of names, or a function of a parameter's name and the parameter."""
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, _NormBase)
 
 
-def prunable(module: nn.Module, prune: Prune | None = None) -> dict[str, torch.Size]:
+def prunable(module: nn.Module, which: Which | None = None) -> dict[str, torch.Size]:
     """Return the parameters that are pruned, with their dense shapes, in module order.
 
     Tied parameters appear once; parameters on the meta device are included.
 
     Args:
         module: the whole model.
-        prune: a table, whose keys are kinds or patterns (as in :mod:`fnmatch`) of parameter names,
+        which: a table, whose keys are kinds or patterns (as in :mod:`fnmatch`) of parameter names,
             and whose values say whether they are pruned: the last entry that fits a parameter
             counts, and :data:`PRUNED_BY_DEFAULT` where none fits. Or a function that decides for
             each floating-point parameter. The kinds are "embedding" (also of a tied head), "head"
@@ -59,13 +59,13 @@ def prunable(module: nn.Module, prune: Prune | None = None) -> dict[str, torch.S
     """
     kinds = parameter_kinds(module)
     owned = {entry.names[0]: entry for entry in owned_parameters(module)}
-    if prune is None or isinstance(prune, Mapping):
-        _validate(prune or {}, list(kinds))
-        table = [*PRUNED_BY_DEFAULT.items(), *(prune or {}).items()]
+    if which is None or isinstance(which, Mapping):
+        _validate(which or {}, list(kinds))
+        table = [*PRUNED_BY_DEFAULT.items(), *(which or {}).items()]
         wanted = {name: _decide(table, name, kind) for name, kind in kinds.items()}
     else:
         # A weight that is stored sparse is shown in its dense shape.
-        wanted = {name: bool(prune(name, getattr(*owned[name].owners[0]))) for name in kinds}
+        wanted = {name: bool(which(name, getattr(*owned[name].owners[0]))) for name in kinds}
     return {name: owned[name].shape for name, chosen in wanted.items() if chosen}
 
 
@@ -112,13 +112,13 @@ def _validate(table: Mapping[str, bool], names: list[str]) -> None:
     for key in table:
         if key not in PRUNED_BY_DEFAULT and not any(fnmatchcase(name, key) for name in names):
             raise ValueError(
-                f"prune={{'{key}': ...}}: '{key}' matches no parameter and is none of the kinds "
+                f"which={{'{key}': ...}}: '{key}' matches no parameter and is none of the kinds "
                 f"{', '.join(PRUNED_BY_DEFAULT)}. There are: {few(names)}." + see("pruning")
             )
 
 
 State = Mapping[str, Any]
-"""What ``optimizer.state[parameter]`` holds; empty before its first step."""
+"""The content of ``optimizer.state[parameter]``; empty before its first step."""
 
 Score = Callable[[Tensor, State], Tensor]
 """The scores of a weight's entries, of its shape, by the weight and its optimizer state."""
@@ -143,7 +143,7 @@ def saliency(weight: Tensor, state: State) -> Tensor:
     if moment is None:
         raise ValueError(
             "it has no second moment of gradients, because it has not been trained. Leave it dense "
-            "with prune={...: False}, or set score='magnitude'"
+            "with which={...: False}, or set score='magnitude'"
         )
     wide = torch.promote_types(weight.dtype, torch.float32)
     return weight.abs() * moment.to(weight.device, wide).sqrt().sqrt()
@@ -153,7 +153,7 @@ SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}
 
 
 class Stored(NamedTuple):
-    """A weight as it is stored: dense, or its kept values and where they are."""
+    """A weight as it is stored: dense, or its unpruned values and where they are."""
 
     values: Tensor
     state: State
@@ -221,30 +221,29 @@ def _second_moment(shape: torch.Size, state: State) -> Tensor | None:
 
 @dataclass(frozen=True)
 class MaskSchedule:
-    """The optimizer steps after which weights are pruned: ``begin``, and ``every`` so many more.
+    """The optimizer steps after which weights are pruned: ``start``, and ``every`` so many more.
 
     ``end`` are those before the draw.
     """
 
-    begin: int
+    start: int
     every: int
     end: int
 
     def __post_init__(self) -> None:
-        if self.begin >= self.end:
+        if self.start >= self.end:
             raise ValueError(
-                f"draw_by, after {self.end} optimizer steps, must come after draw_after (every, if "
-                f"that is None), after {self.begin}: weights are pruned in between."
-                + see("tickets")
+                f"end, after {self.end} optimizer steps, must come after start, after "
+                f"{self.start}: weights are pruned in between." + see("tickets")
             )
 
     def changes_after(self, steps: int) -> bool:
         """Return whether weights are pruned after so many optimizer steps, before the draw."""
-        return self.begin <= steps < self.end and (steps - self.begin) % self.every == 0
+        return self.start <= steps < self.end and (steps - self.start) % self.every == 0
 
     def progress(self, steps: int) -> float:
-        """Return how far the schedule has come: 0 at its beginning, 1 from its end on."""
-        return min(max((steps - self.begin) / (self.end - self.begin), 0.0), 1.0)
+        """Return how far the schedule has come: 0 at its start, 1 from its end on."""
+        return min(max((steps - self.start) / (self.end - self.start), 0.0), 1.0)
 
 
 def cubic_ratio(ratio: float, progress: float) -> float:
@@ -261,16 +260,15 @@ class MaskRule:
 
     Attributes:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
-        score: as for ``EarlyBirdTicket``, as are the following.
-        floor: the least that a weight keeps, as a fraction of what it would keep if all kept alike;
-            with 1 all do.
-        prune: which parameters are pruned (:func:`lightning_axosparse.pruning.rule.prunable`).
+        score: as for ``GradualPruning``, as are the following.
+        floor: likewise.
+        which: the parameters to prune (:func:`lightning_axosparse.pruning.rule.prunable`).
     """
 
     ratio: float
     score: str | Score = "auto"
     floor: float = 0.0
-    prune: Prune | None = None
+    which: Which | None = None
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
         """Return the weights that are pruned, with their shapes.
@@ -278,10 +276,10 @@ class MaskRule:
         Raises:
             ValueError: if there are none.
         """
-        sizes = prunable(module, self.prune)
+        sizes = prunable(module, self.which)
         if not sizes:
             raise ValueError(
-                f"There is nothing to prune: prune={self.prune} leaves all dense." + see("pruning")
+                f"There is nothing to prune: which={self.which} leaves all dense." + see("pruning")
             )
         return sizes
 
@@ -303,7 +301,7 @@ class MaskRule:
         if frozen:
             raise ValueError(
                 f"score='saliency' needs gradients, but these weights are frozen: {few(frozen)}. "
-                "Leave them dense with prune={'PATTERN': False}, or set score='magnitude'."
+                "Leave them dense with which={'PATTERN': False}, or set score='magnitude'."
                 + see("pruning")
             )
         return self

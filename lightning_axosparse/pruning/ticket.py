@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.rule import MaskRule, Prune
+from lightning_axosparse.pruning.rule import MaskRule, Which
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.arguments import (
@@ -37,10 +37,10 @@ from lightning_axosparse.support.troubleshooting import few, see
 
 @dataclass(frozen=True, repr=False)
 class TicketFile:
-    """What tickets of entries and of channels have in common, and their file.
+    """The fields that tickets of entries and of channels have in common, and their file.
 
     Attributes:
-        masks: name -> bool tensor, True for what is kept. Any mapping may be given; each mask is
+        masks: name -> bool tensor, True where nothing is pruned. Any mapping may be given; each is
             stored at one bit per entry and unpacked (on CPU) when read.
         pruning_ratio: the fraction that was to be pruned.
         step: number of optimizer steps before the draw; None if it was made without training.
@@ -49,7 +49,7 @@ class TicketFile:
     """
 
     kind: ClassVar[str]
-    """What it is called in errors."""
+    """Its name in errors."""
 
     form: ClassVar[str]
     """The format that this version writes and reads: a name, a slash and a number."""
@@ -60,7 +60,7 @@ class TicketFile:
         "step": INDEX | NONE,
         "distances": DISTANCES,
     }
-    """What each field has to be."""
+    """The kind of each field."""
 
     masks: Mapping[str, Tensor]
     pruning_ratio: float
@@ -92,7 +92,7 @@ class TicketFile:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """What is kept, and what there was."""
+        """The number of entries or channels that are kept, and of all."""
         kept = sum(int(mask.sum()) for mask in self.masks.values())
         return kept, sum(shape.numel() for shape in self.packed.shapes.values())
 
@@ -170,8 +170,8 @@ class Ticket(TicketFile):
     Its masks have the names and shapes of parameters. Beside the fields of :class:`TicketFile`:
 
     Attributes:
-        score: by what weights were ranked: "magnitude", "saliency" or the name of a function; None
-            if the ticket was made by hand.
+        score: the score by which weights were ranked: "magnitude", "saliency" or the name of a
+            function; None if the ticket was made by hand.
         distance: how ``distances`` were measured: "relative" or "hamming".
 
     Raises:
@@ -192,7 +192,7 @@ class Ticket(TicketFile):
     @classmethod
     @checked(ValueError, module=MODULE)
     def from_zeros(cls, module: nn.Module) -> Ticket:
-        """Return the ticket of a model that was pruned elsewhere: what is zero stays zero.
+        """Return the ticket of a model that was pruned elsewhere: zeros stay zero.
 
         Of a layer with a mask of ``torch.nn.utils.prune`` the mask counts; the ticket has the name
         that the weight gets back from ``prune.remove``, which has to be called before training.
@@ -228,27 +228,27 @@ class Ticket(TicketFile):
         module: nn.Module,
         pruning_ratio: float,
         floor: float = 0.0,
-        prune: Prune | None = None,
+        which: Which | None = None,
     ) -> Ticket:
         """Return the ticket of the largest weights that a dense model has now.
 
         Args:
             module: the model.
             pruning_ratio: fraction of the entries to prune, in [0, 1).
-            floor: as for ``EarlyBirdTicket``.
-            prune: as for ``EarlyBirdTicket``.
+            floor: as for ``GradualPruning``.
+            which: as for ``GradualPruning``.
 
         Raises:
             ValueError: if the arguments do not fit the model, or a weight is NaN.
         """
-        rule = MaskRule(pruning_ratio, "magnitude", floor, prune)
+        rule = MaskRule(pruning_ratio, "magnitude", floor, which)
         return cls(rule.masks(module), pruning_ratio, score=rule.score_name)
 
     @checked(ValueError, seed=SEED)
     def random(self, seed: int) -> Ticket:
         """Return a ticket that keeps as many entries of each weight as this one, at random.
 
-        It is what a ticket is compared with, to tell its entries from its densities.
+        A ticket is compared with it, to tell its entries from its densities.
 
         Args:
             seed: makes it repeatable.
@@ -261,7 +261,7 @@ class Ticket(TicketFile):
         return Ticket(masks, self.pruning_ratio, score="random")
 
     def overlap(self, other: Ticket) -> float:
-        """Return the fraction of the kept entries that two tickets of one model have in common.
+        """Return the fraction of the unpruned entries that two tickets of one model share.
 
         Raises:
             ValueError: if they are tickets of different weights.

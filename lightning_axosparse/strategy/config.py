@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.pipeline.choice import tried
-from lightning_axosparse.pipeline.schedule import SCHEDULES, is_message_driven
-from lightning_axosparse.strategy.compat.internals import overrides
 from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
@@ -30,7 +25,7 @@ class Config:
     pipeline: str | Sequence[str] | None
     balance: Literal["parameters", "time"] | Sequence[int]
     in_flight: int | None
-    schedule: str
+    schedule: Literal["message-driven", "1f1b"]
     transport: Literal["mpi", "loopback"]
     split_batch: Callable[[Any, int], list[Any]] | None
     loss: Literal["auto", "whole", "parts"]
@@ -70,33 +65,15 @@ class Config:
         return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
     @property
-    def defers_gradients(self) -> bool:
-        """Whether the user asked for weight gradients that are made apart."""
-        given = SCHEDULES.get(self.schedule)
-        return given is not None and given.defers_weight_gradients
-
-    @property
     def pipelines(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
         split = self.g_inter > 1 or self.parts > 1 or self.shares_layers
-        return split or self.recompute is not None or self.defers_gradients
+        return split or self.recompute is not None
 
     @property
     def shares_layers(self) -> bool:
         """Whether several ranks have each a part of a layer."""
         return self.g_tensor > 1 or self.g_expert > 1
-
-    def schedules(self, module: LightningModule, device: torch.device) -> list[str]:
-        """The names of the schedules of which the fastest is used."""
-        may_defer = (
-            self.g_inter > 1
-            and not self.shares_layers  # Stages would measure times of their own.
-            and self.recompute is None
-            and self.transport == "mpi"
-            and device.type == "cpu"
-            and not overrides(module, "backward")
-        )
-        return tried(self.schedule, may_defer)
 
     def _check_grid(self) -> None:
         g_inter, balance = self.g_inter, self.balance
@@ -108,16 +85,10 @@ class Config:
 
     def _check_schedule(self) -> None:
         schedule = self.schedule
-        if self.in_flight is not None and not is_message_driven(schedule):
+        if self.in_flight is not None and schedule != "message-driven":
             raise MisconfigurationException(
-                f"in_flight={self.in_flight} belongs to message-driven schedules; {schedule!r} "
+                f"in_flight={self.in_flight} belongs to schedule='message-driven'; {schedule!r} "
                 "has its own fixed limit. Leave one of them out." + see("grid")
-            )
-        if self.defers_gradients and self.recompute is not None:
-            raise MisconfigurationException(
-                f"schedule={schedule!r} keeps the inputs of layers for longer than "
-                f"recompute={self.recompute!r}, which computes them again for their backward pass "
-                "alone. Leave one of them out." + see("grid")
             )
 
     def _check_shared_layers(self) -> None:
@@ -134,7 +105,6 @@ class Config:
         unsupported = {
             "transport": self.transport == "loopback",
             "balance": self.balance == "time",
-            "schedule": self.defers_gradients,
             "regrid": self.regrid is not None,
             "offload_optimizer": self.offload_optimizer,
         }
@@ -152,12 +122,10 @@ class Config:
                 f"regrid={regrid!r} moves layers between ranks, but transport='loopback' runs all "
                 "stages in one process. Leave regrid out." + see("grid")
             )
-        if regrid == "auto" and (
-            self.in_flight is not None or not is_message_driven(self.schedule)
-        ):
+        if regrid == "auto" and (self.in_flight is not None or self.schedule != "message-driven"):
             raise MisconfigurationException(
-                "regrid='auto' needs the bytes of a micro-batch, which are measured for "
-                "message-driven schedules with in_flight=None alone. Leave these two as they are "
+                "regrid='auto' needs the bytes of a micro-batch, which are measured with "
+                "schedule='message-driven' and in_flight=None alone. Leave these two as they are "
                 "by default, or give regrid a number of stages." + see("grid")
             )
         if isinstance(regrid, int) and regrid not in (shorter := divisors(g_inter)[:-1]):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
 from lightning_axosparse.support.files import keep_sockets_in
 from lightning_axosparse.support.memory import map_larger_blocks
-from lightning_axosparse.support.messages import rank_zero_warn
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.troubleshooting import see
 
@@ -118,8 +118,11 @@ class MPIStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several data-parallel ranks, which need different samples."""
-        return self.grid.data_size > 1
+        """Whether there are several data-parallel ranks, which need different samples.
+
+        In a step it is whether there are several replicas, which log different values.
+        """
+        return (self.grid.data_size if self._seen is None else self.grid.g_data) > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -135,7 +138,7 @@ class MPIStrategy(ParallelStrategy):
         does so as on one process.
         """
         grid = self.grid
-        if grid.g_data == grid.world_size:
+        if grid.data_size == grid.world_size:
             return precision
         replica = replace(environment.placement(), world_size=grid.g_data, rank=grid.replica)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,11 +17,11 @@ from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoint
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
 from lightning_axosparse.pipeline.shard.sharded_module import (
-    bring,
-    everything,
+    all_tensors,
+    gather_tensors,
     is_left_sharded,
+    mark_whole,
     parameters_on_meta,
-    take,
 )
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import densify
@@ -53,7 +54,6 @@ from lightning_axosparse.strategy.validation import (
 from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 from lightning_axosparse.support.files import restoring
-from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
@@ -147,8 +147,8 @@ class PipelineStrategy(MPIStrategy):
         self._tensors = None
         if self._groups.tensor is not None:
             if is_left_sharded(self._module):
-                bring(self._module, everything(self._module))
-                take(self._module)
+                gather_tensors(self._module, all_tensors(self._module))
+                mark_whole(self._module)
             # Imported here, because it loads DTensor.
             from lightning_axosparse.strategy.tensor_parallel import TensorShards
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from time import time
 from typing import Literal, NamedTuple
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,7 +26,6 @@ from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory
-from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.torch_internals import tensors_in
 from lightning_axosparse.support.troubleshooting import see
 
@@ -214,9 +214,9 @@ class Regrid:
         """Warn at the end of a run in which no ticket was drawn."""
         if self._phase == "no ticket":
             rank_zero_warn(
-                f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is an "
-                "EarlyBirdTicket among the Trainer's callbacks, with a draw_by that comes before "
-                "its last epoch?" + see("grid")
+                f"regrid={self._stages!r} changed nothing, because no ticket was drawn. Is a "
+                "GradualPruning among the Trainer's callbacks, with an end that comes before its "
+                "last epoch?" + see("grid")
             )
 
     def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded | None:

@@ -24,8 +24,6 @@ from lightning_axosparse.pipeline.shard.optimizers import (
     OptimizerShards,
 )
 from lightning_axosparse.strategy.compat.callbacks import (
-    count_replicas,
-    end_told_beside_bars,
     parameters_told_apart_by_identity,
     validating_together,
     weight_averages,
@@ -149,7 +147,6 @@ class Running:
         self.checkpoints = StageCheckpoints(
             config,
             stage_module,
-            self.runner.metric_states_shared,
             stepped,
             self.shards,
         )
@@ -163,13 +160,11 @@ class Running:
     def _tie_to(self, trainer: pl.Trainer, undo: ExitStack) -> None:
         """Let the Trainer and its callbacks do with a part of the module what they do with all."""
         stage_module, grid = self.stage_module, self.stage_module.grid
-        undo.enter_context(end_told_beside_bars())
         if grid.world_size > 1:  # The ranks compare their positions in loops, and act together.
             undo.enter_context(LoopCheck(stage_module.groups).added_to(trainer))
             undo.enter_context(JobEnd().added_to(trainer))
             undo.enter_context(validating_together(trainer))
             undo.enter_context(acting_together(trainer))
-        count_replicas(trainer, grid.g_data)
         for average in weight_averages(trainer):
             stage_module.sharding.shard_copy(average)
             stage_module.parts.divide_copy(average)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -14,8 +14,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.schedule import WeightGradients
-from lightning_axosparse.pipeline.shard.sharded_module import summoned
+from lightning_axosparse.pipeline.shard.sharded_module import full_module
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse import sparsify
@@ -63,7 +62,7 @@ class AxoSparseStrategy(PipelineStrategy):
     micro-batch, and computes only its own layers of one ``nn.Sequential`` or ``nn.ModuleList``. A
     stage runs whatever message has arrived (AxoNN, Singh & Bhatele, IPDPS 2022). Gradients are
     averaged over replicas as soon as they are final. Weights can go over to sparse storage while
-    training (SAMO, Singh & Bhatele, IPDPS 2023): see ``EarlyBirdTicket``.
+    training (SAMO, Singh & Bhatele, IPDPS 2023): see ``GradualPruning``.
 
     ``python train.py`` with ``devices=N`` starts N ranks itself; under ``mpiexec`` or ``srun`` the
     script's own processes are the ranks. With one rank no MPI is started.
@@ -91,15 +90,7 @@ class AxoSparseStrategy(PipelineStrategy):
             what memory allows after the first step, and again after a ticket was drawn: from
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and
             latency. Losses and weights do not depend on it.
-        schedule: what a stage runs next, and when it makes the gradients of weights.
-            "message-driven" runs what has arrived. For stages on CPUs that exchange messages, and
-            without ``recompute``, it runs the first 24 batches, and as many after a draw, in the
-            following three ways, and keeps the fastest; else it is "together": all gradients of a
-            layer are made in its backward pass. "deferred" makes those of weights where the stage
-            would wait for a message, so the previous stage gets its gradient earlier: for linear
-            layers, Hugging Face's ``Conv1D`` and convolutions whose weights are dense. "cooldown"
-            does so for the last ``2 * g_inter - 1`` micro-batches alone. Gradients are the same to
-            the bit, and complete before anything of Lightning reads them. "1f1b" is the static
+        schedule: what a stage runs next: "message-driven" whatever has arrived, "1f1b" the static
             order of PipeDream-flush, for comparison.
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one
             process, through the same schedule, for notebooks, debuggers and tests.
@@ -169,7 +160,7 @@ class AxoSparseStrategy(PipelineStrategy):
         pipeline=TEXT | NAMES | NONE,
         balance=one_of("parameters", "time") | LAYERS,
         in_flight=COUNT | NONE,
-        schedule=one_of("message-driven", "1f1b", *get_args(WeightGradients)),
+        schedule=one_of("message-driven", "1f1b"),
         transport=one_of("mpi", "loopback"),
         split_batch=FUNCTION | NONE,
         loss=one_of("auto", "whole", "parts"),
@@ -192,7 +183,7 @@ class AxoSparseStrategy(PipelineStrategy):
         pipeline: str | Sequence[str] | None = None,
         balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
         in_flight: int | None = None,
-        schedule: str = "message-driven",
+        schedule: Literal["message-driven", "1f1b"] = "message-driven",
         transport: Literal["mpi", "loopback"] = "mpi",
         split_batch: Callable[[Any, int], list[Any]] | None = None,
         loss: Literal["auto", "whole", "parts"] = "auto",
@@ -218,11 +209,11 @@ class AxoSparseStrategy(PipelineStrategy):
         self.schedule, self.transport = schedule, transport
 
     def __repr__(self) -> str:
-        """What a Trainer of the other package shows where it refuses the object."""
+        """What Fabric, and a Trainer of the other package, show where they refuse the object."""
         return (
             f"{type(self).__name__}(g_inter={self.config.g_inter!r}), which is for "
-            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): a Trainer of "
-            "pytorch_lightning does not take it"
+            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): neither a Trainer of "
+            "pytorch_lightning nor Fabric takes it"
         )
 
     @classmethod
@@ -367,7 +358,7 @@ class AxoSparseStrategy(PipelineStrategy):
         self.use_freed_memory()
 
     def use_freed_memory(self) -> None:
-        """Choose in-flight limit, schedule and grid again, as the last pruning has freed memory."""
+        """Choose in-flight limit and grid again, as the last pruning has freed memory."""
         self._state.run.after_draw()
 
     @contextmanager
@@ -390,7 +381,7 @@ class AxoSparseStrategy(PipelineStrategy):
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
                 + see("values-between-layers")
             )
-        with summoned(self._module, self.is_global_zero or not rank0_only):
+        with full_module(self._module, self.is_global_zero or not rank0_only):
             yield
 
     def keep_sharded(self) -> None:

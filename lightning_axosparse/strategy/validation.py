@@ -20,6 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -31,7 +32,6 @@ from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import expert_layers
-from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.troubleshooting import few, see, without_link
 
 _log = logging.getLogger(__name__)
@@ -44,11 +44,8 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
     module = trainer.lightning_module
     if config.pipelines:
         validate_steps(module, trainer.state.fn)
-    if trainer.state.fn == TrainerFn.FITTING:
-        if config.pipelines:
+        if trainer.state.fn == TrainerFn.FITTING:
             validate_module(module)
-        if config.defers_gradients:
-            validate_split_module(module)
     if config.shares_layers or (config.g_inter > 1 and config.transport != "loopback"):
         validate_callbacks(callbacks_of(trainer))
     if config.shares_layers:
@@ -97,16 +94,6 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
                 "would train on different ones. Take `batch, batch_idx` instead; or use g_inter=1 "
                 "and microbatches=1." + see("steps")
             )
-
-
-def validate_split_module(module: LightningModule) -> None:
-    """Check that backward passes of a module may leave out weight gradients."""
-    if overrides(module, "backward"):
-        raise MisconfigurationException(
-            f"{type(module).__name__} overrides `backward`, which may read gradients that "
-            "schedule='deferred' and 'cooldown' make only after it. "
-            "Leave the argument out, or `backward`." + see("steps")
-        )
 
 
 def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
@@ -211,8 +198,8 @@ def validate_callbacks(callbacks: Sequence[Callback]) -> None:
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
                 f"{name} masks weights of the whole module in one process, but each rank has only"
-                " those of its stage. Use lightning_axosparse.EarlyBirdTicket(pruning_ratio=...),"
-                " which ranks all stages' weights together and stores what is kept."
+                " those of its stage. Use lightning_axosparse.GradualPruning(pruning_ratio=...),"
+                " which ranks all stages' weights together and stores the unpruned entries."
                 + see("callbacks")
             )
         if isinstance(callback, BatchSizeFinder):

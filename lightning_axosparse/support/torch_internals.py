@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
@@ -143,10 +144,29 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """Return a number that equals another storage's exactly if both are the same memory."""
-    identity: int = storage._cdata
-    return identity
+storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Returns a number that equals another storage's exactly if both are the same memory."""
+
+
+def memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what equals that of another tensor that is the same part of the same memory.
+
+    Torch makes several objects of one tensor. The first entry is the whole memory.
+    """
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
+    memory = storage_id(tensor.untyped_storage())
+    return memory, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def argument(
+    operator: Any, names: Collection[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Return the argument of a call that has one of these names, or its default; else None."""
+    for place, each in enumerate(operator._schema.arguments):
+        if each.name in names:
+            return args[place] if place < len(args) else kwargs.get(each.name, each.default_value)
+    return None
 
 
 def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -158,6 +178,15 @@ def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str,
     return tree_leaves(
         [passed.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     )
+
+
+def mutated_tensors(
+    operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the tensors among the arguments that ``operator`` changes in place."""
+    if not operator._schema.is_mutable:
+        return []
+    return [leaf for leaf in mutated_arguments(operator, args, kwargs) if isinstance(leaf, Tensor)]
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -204,11 +233,6 @@ def backward_passes_by(run: Callable[..., Any]) -> Iterator[None]:
     own = torch.autograd._engine_run_backward
     with patched(torch.autograd, "_engine_run_backward", partial(run, own)):
         yield
-
-
-def saved_tensors_are_hooked() -> bool:
-    """Return whether ``saved_tensors_hooks`` replace what autograd saves, as in checkpointing."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def graph_nodes(
@@ -336,6 +360,12 @@ def is_random(operator: Any) -> bool:
 def is_pointwise(operator: Any) -> bool:
     """Return whether each entry of what ``operator`` returns depends on the same entry alone."""
     return torch.Tag.pointwise in operator.tags
+
+
+def is_view(operator: Any) -> bool:
+    """Return whether ``operator`` returns the memory of an argument, and leaves it as it is."""
+    schema = operator._schema
+    return not schema.is_mutable and any(result.alias_info for result in schema.returns)
 
 
 def makes_tensors(operator: Any) -> bool:

@@ -17,14 +17,13 @@ from typing import Literal
 Activity = Literal[
     "forward",
     "backward",
-    "weight gradient",
     "wait",
     "all-reduce",
     "optimizer",
     "densify",
     "compress",
 ]
-PASSES: tuple[Activity, ...] = ("forward", "backward", "weight gradient")
+PASSES: tuple[Activity, ...] = ("forward", "backward")
 """What a stage computes for a micro-batch."""
 
 

@@ -22,7 +22,7 @@ from benchmarks.perplexity.table import Comparison, settled
 from benchmarks.perplexity.tasks import ENGLISH, LARGE, LARGER, LIBRARY, MAIN, Task, split_by_file
 from benchmarks.perplexity.together import Together, run_all
 from benchmarks.perplexity.training import Training
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
 from lightning_axosparse.cli.train import configuration
 from lightning_axosparse.examples.data import EpochShuffle
 
@@ -99,13 +99,9 @@ def test_a_job_trains_as_the_callback_does(folder, arm, method):
     callbacks = []
     if method is not None:
         callbacks.append(
-            EarlyBirdTicket(
-                arm.ratio,
-                method=method,
-                every=arm.every,
-                draw_after=arm.begin,
-                draw_by=arm.end,
-            )
+            GradualPruning(arm.ratio, arm.begin, arm.end, arm.every)
+            if method == "gradual"
+            else EarlyBirdTicket(arm.ratio, draw_by=arm.end, threshold=1e-9)
         )
     trainer = L.Trainer(
         accelerator="cpu",

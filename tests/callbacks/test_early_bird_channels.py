@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_axosparse import AxoSparseStrategy, ChannelTicket, EarlyBirdChannels, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, ChannelTicket, EarlyBirdChannels, GradualPruning
 from tests.pruning.networks import images, made
 
 STEPS = 4
@@ -103,9 +103,9 @@ def test_only_what_can_be_removed_is_penalised() -> None:
     ("options", "drawn"),
     [
         ({"every": 1, "window": 3, "threshold": 1.0}, 3),
-        ({"every": 1, "window": 2, "threshold": 1.0, "draw_after": 5}, 5),
         ({"every": 2, "window": 2, "draw_by": 3}, 3),
-        ({"every": 3, "window": 2, "threshold": 1.0, "draw_after": 0.75}, 6),
+        ({"every": 3, "window": 2, "threshold": 1.0}, 6),
+        ({"every": 3, "draw_by": 0.75}, 6),
         ({"window": 2, "threshold": 1.0}, 8),
         ({"draw_by": "1 epoch"}, 4),
     ],
@@ -133,7 +133,7 @@ def test_independent_scales_do_not_settle() -> None:
     with pytest.warns(UserWarning, match=r"last mask_distance: 0\.\d+, threshold: 0\.1"):
         fit(Classifier(), Shuffle(), draw)
     assert draw.ticket is None
-    assert min(draw.distances.values()) > draw.threshold
+    assert min(draw.distances.values()) > draw.search.threshold
 
 
 def test_a_ticket_is_used_from_the_start(tmp_path: Path) -> None:
@@ -160,10 +160,10 @@ def test_another_ticket_than_the_checkpoints_is_refused() -> None:
 
 
 REFUSED: dict[str, tuple[L.LightningModule, list[Callback], dict[str, Any]]] = {
-    "EarlyBird(Ticket|Channels) keeps dense": (Classifier(), [EarlyBirdTicket()], {}),
+    "(GradualPruning|EarlyBirdChannels) keeps dense": (Classifier(), [GradualPruning()], {}),
     "cannot be traced .*network='model'": (Untraceable(), [], {}),
     "state 'row_var'": (Classifier(optimizer=torch.optim.Adafactor), [], {}),
-    "draw_by='3 epochs'": (Classifier(), [], {"max_epochs": -1}),
+    "max_steps.*every=500": (Classifier(), [], {"max_epochs": -1}),
 }
 
 

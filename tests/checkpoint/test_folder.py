@@ -24,7 +24,7 @@ from lightning_axosparse.support import archive
 from lightning_axosparse.support.archive import DeferredTensor, all_made
 from lightning_axosparse.support.files import clear_partials
 from tests.parity.cases import Net, loader, trainer
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, warm_python
 
 
 def checkpoint(step: int) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_one_file_of_it_is_the_one_that_is_written_otherwise(tmp_path: Path) -> 
     archive.save(all_made(checkpoint(7)), tmp_path / "plain.ckpt")
     assert consolidate(tmp_path / "a.ckpt") == tmp_path / "a.ckpt.consolidated"
     module = "lightning_axosparse.checkpoint.consolidate"
-    command = [sys.executable, "-m", module, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]
+    command = [*warm_python(), "-m", module, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]
     subprocess.run(command, check=True, capture_output=True)
     plain = torch.load(tmp_path / "plain.ckpt")
     for name in ("a.ckpt.consolidated", "b.ckpt"):
@@ -180,7 +180,7 @@ def test_how_to_take_a_folder_of_another_strategy_is_said(tmp_path: Path) -> Non
 
 def train(path: Path, **options: Any) -> None:
     """Train for three epochs with a draw after the first, and save after each."""
-    ticket = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epochs")
+    ticket = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epochs")
     run = trainer(
         AxoSparseStrategy(g_inter=2, microbatches=2, save_distributed_checkpoint=True, **options),
         2,

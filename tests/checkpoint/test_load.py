@@ -18,6 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_axosparse import (
     AxoSparseStrategy,
     EarlyBirdTicket,
+    GradualPruning,
     Ticket,
     densify,
     load_sparse,
@@ -42,7 +43,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("saved")
     files = {name: folder / f"{name}.ckpt" for name in FORMS[:2]}
     files.update({name: folder / f"{name}.safetensors" for name in FORMS[2:]})
-    draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
+    draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epoch")
     L.seed_everything(0, verbose=False)
     run = trainer(
         AxoSparseStrategy(),
@@ -129,7 +130,7 @@ def test_it_trains_on_as_masked_dense_training_does(
     kind, strategy, adopt = RUNS[name]
     model = kind(outer=True, tied=True).double()
     ticket = load_sparse(model, saved["files"]["checkpoint"])
-    callbacks = [EarlyBirdTicket(ticket=ticket)] if adopt else []
+    callbacks = [GradualPruning(ticket=ticket)] if adopt else []
     run = trainer(strategy(), callbacks=callbacks, precision="64-true", max_epochs=1)
     record = fit(run, model)
     assert record.losses == pytest.approx(masked.losses, abs=1e-12)
@@ -155,7 +156,7 @@ def fine_tune_on_ranks(path: Path) -> Any:
     model = net().double()
     ticket = load_sparse(model, path)
     strategy = AxoSparseStrategy(g_inter=2, microbatches=1)
-    draw = EarlyBirdTicket(ticket=ticket)
+    draw = GradualPruning(ticket=ticket)
     run = trainer(strategy, 2, callbacks=[draw], precision="64-true", max_epochs=1)
     return fit(run, model)
 
@@ -185,7 +186,7 @@ def test_a_fresh_head_stays_dense_and_learns(saved: dict[str, Any], form: str) -
     assert ticket.shapes.keys() == set(layouts(model))
     assert torch.equal(model.model[5].weight, head)
     values = {n: p.shape for n, p in model.named_parameters()}
-    draw = EarlyBirdTicket(ticket=ticket)
+    draw = GradualPruning(ticket=ticket)
     trainer(AxoSparseStrategy(), callbacks=[draw]).fit(model, loader(1))
     assert not torch.equal(model.model[5].weight, head)
     for name, mask in ticket.masks.items():

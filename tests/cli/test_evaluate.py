@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float
         max_steps=6,
         strategy=AxoSparseStrategy(save_distributed_checkpoint=True),
         callbacks=[
-            EarlyBirdTicket(0.5, method="early-bird", draw_by=3),
+            EarlyBirdTicket(0.5, draw_by=3),
             ModelCheckpoint(folder, "sharded", every_n_train_steps=6),
         ],
         logger=False,
@@ -132,6 +132,12 @@ PLANTED = [
 ]
 
 
+@pytest.fixture(scope="module")
+def gpt() -> DictConfig:
+    """What the configuration says of the model."""
+    return configured("checkpoint=x").model
+
+
 @pytest.mark.parametrize(("value", "found"), PLANTED)
 @pytest.mark.parametrize(
     "plant",
@@ -142,22 +148,22 @@ PLANTED = [
         lambda value: value if isinstance(value, dict) else {"width": value},
     ],
 )
-def test_nothing_in_a_checkpoint_is_called(run, value, found, plant, tmp_path, monkeypatch):
+def test_nothing_in_a_checkpoint_is_called(run, gpt, value, found, plant, tmp_path, monkeypatch):
     contents = torch.load(run[0] / "one.ckpt", weights_only=True)
     contents["hyper_parameters"].update(plant(value))
     torch.save(contents, tmp_path / "planted.ckpt")
     monkeypatch.setattr(GPT, "__init__", lambda *args, **kwargs: pytest.fail("was called"))
     with pytest.raises(ValueError, match=rf"planted\.ckpt' has {found} in hyper_parameters"):
-        restored(configured("checkpoint=x").model, tmp_path / "planted.ckpt")
+        restored(gpt, tmp_path / "planted.ckpt")
 
 
-def test_values_of_a_checkpoint_replace_those_of_the_configuration(run, tmp_path):
+def test_values_of_a_checkpoint_replace_those_of_the_configuration(run, gpt, tmp_path):
     contents = torch.load(run[0] / "one.ckpt", weights_only=True)
     del contents["hyper_parameters"]["depth"]
     contents["hyper_parameters"]["unknown"] = 1
     torch.save(contents, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"do not fit to `model`, which is .*GPT: .*unknown"):
-        restored(configured("checkpoint=x").model, tmp_path / "other.ckpt")
+        restored(gpt, tmp_path / "other.ckpt")
     del contents["hyper_parameters"]["unknown"]
     torch.save(contents, tmp_path / "other.ckpt")
     model, _ = restored(configured("checkpoint=x", "model.depth=3").model, tmp_path / "other.ckpt")

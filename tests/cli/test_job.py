@@ -138,7 +138,7 @@ def test_what_is_taken_from_the_job_of_a_ticket(tmp_path):
         (None, "no job has run there. Run arm=ticket with the same"),
         ({"error": "Sorry\n\n..."}, "has failed: Sorry. Run it again with: axosparse-train arm="),
         ({"finished": False}, "has not finished. Run it again with: axosparse-train arm="),
-        ({"draw_step": None}, r"that job drew none. Give it pruning\.draw_by"),
+        ({"draw_step": None}, r"that job drew none. Train it to the end .*pruning\.end"),
     ],
 )
 def test_what_is_missing_is_said(job, message, tmp_path):

@@ -1,11 +1,9 @@
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 from lightning_axosparse.cli.plan import main
-from lightning_axosparse.pipeline.schedule import WeightGradients
 
 SMALL = ["--model", "gpt2", "--devices", "4", "--batch", "16", "--best", "3"]
 
@@ -52,27 +50,6 @@ def test_a_model_may_be_given_by_its_shape(capsys: pytest.CaptureFixture[str]) -
         printed.append(capsys.readouterr().out)
     assert "12x768x12x1024x50257, dense weights" in printed[1]
     assert printed[0].splitlines()[1:] == printed[1].splitlines()[1:]
-
-
-def test_weight_gradients_may_be_deferred(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*SMALL, "--best", "80", "--weight-gradients", *get_args(WeightGradients)])
-    printed = capsys.readouterr().out.replace("at end", "end")
-    rows = [line.split() for line in printed.splitlines() if line.count(" x ") == 2]
-    seconds: dict[str, dict[str, float]] = {"no": {}, "end": {}, "all": {}}
-    for *choice, kind, _, _, _, _, step in rows:
-        seconds[kind][" ".join(choice)] = float(step)
-    for kind in ("end", "all"):
-        assert len(seconds[kind]) >= 5
-        for choice, step in seconds[kind].items():
-            assert step < seconds["no"][choice]
-
-
-def test_deferred_weight_gradients_and_recomputation_are_rejected(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit):
-        main([*SMALL, "--recompute", "--weight-gradients", "together", "cooldown"])
-    assert "cooldown keeps what --recompute computes again" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:

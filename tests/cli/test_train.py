@@ -33,6 +33,7 @@ OWN = {
     "data=own": ["data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"],
 }
 SMALL = ["experiment=smoke", "trainer.enable_progress_bar=false"]
+TINY = ["model.depth=1", "model.width=16", "data.context=8", "data.max_held_out=4"]
 
 
 @pytest.fixture
@@ -85,7 +86,7 @@ def test_the_main_job_is_the_default():
     assert config.trainer.devices == 2
     assert config.strategy.g_inter == 2
     assert config.data.path is None
-    assert 0 < config.pruning.draw_after < config.pruning.draw_by < 1
+    assert 0 < config.pruning.start < config.pruning.end < 1
 
 
 def test_ratio_reaches_the_callback():
@@ -128,7 +129,7 @@ def test_printable_text_moves_no_cursor():
     "strategy", [["strategy=single"], ["strategy.g_inter=1", "trainer.devices=1"]]
 )
 def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
-    config = configured(*SMALL, *strategy, f"data.path={text}", f"folder={tmp_path}")
+    config = configured(*SMALL, *strategy, *TINY, f"data.path={text}", f"folder={tmp_path}")
     loss = train(config)
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["final"]["loss"] == pytest.approx(loss)
@@ -146,8 +147,6 @@ def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
     ("override", "message"),
     [
         ("model.heads=time", "model: heads='time' must be a whole number"),
-        ("model.width=wide", "model: width='wide' must be a whole number"),
-        ("model.heads=0", "model: heads=0 must be a whole number"),
         ("model.heads=5", "model: heads=5 must divide width=32"),
         ("model.learning_rate=fast", "model: learning_rate='fast' must be a finite number"),
         ("data.context=long", "data: context='long' must be"),
@@ -162,11 +161,8 @@ def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
         ("strategy._target_=no.Such", "trainer.strategy: Error loading 'no.Such'"),
         ("trainer.max_epochs=many", "trainer.max_epochs='many' must be int."),
         ("trainer.limit_train_batches=few", "trainer.limit_train_batches='few' must be int or"),
-        ("trainer.gradient_clip_val=[1]", "trainer.gradient_clip_val=[1] must be int or float"),
-        ("trainer.log_every_n_steps=1.5", "trainer.log_every_n_steps=1.5 must be int."),
         ("trainer.devices=none", "trainer: `devices` selected with `CPUAccelerator`"),
         ("seed=x", "seed='x' must be a whole number"),
-        ("sample.length=long", "sample.length='long' must be a whole number"),
         ("sample.prompt=''", "sample.prompt='' must be"),
     ],
 )
@@ -198,9 +194,10 @@ def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
 
 @pytest.mark.parametrize("how", ["default", "fdr", "limit", "overfit", "profiler"])
 def test_debugging_a_run_in_one_process(how, text, tmp_path):
-    small = ["model.depth=1", "model.width=16", "data.context=8", "pruning.compute=dense"]
-    small += ["strategy.microbatches=2", "data.max_held_out=4", "data.max_bytes=2000"]
+    small = [*TINY, "data.max_bytes=2000", "pruning.compute=dense", "callbacks.timeline=null"]
+    small += ["strategy.microbatches=2"]
     small += ["trainer.max_epochs=2"] * (how == "overfit")
+    small += ["trainer.detect_anomaly=false"] * (how != "fdr")  # it takes long
     config = configured(*SMALL, f"debug={how}", f"data.path={text}", f"folder={tmp_path}", *small)
     assert config.trainer.devices == 1
     train(config)
@@ -214,8 +211,8 @@ def test_debugging_a_run_in_one_process(how, text, tmp_path):
 def test_a_search_finds_the_better_rate(text, tmp_path):
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     folder = tmp_path / "search"
-    small = ["hydra.sweeper.n_trials=2", "debug=fdr", f"data.path={text}", "model.depth=1"]
-    small += ["strategy.microbatches=2", "data.max_held_out=4"]
+    small = [*TINY, "hydra.sweeper.n_trials=2", "debug=fdr", f"data.path={text}"]
+    small += ["strategy.microbatches=2", "trainer.detect_anomaly=false", "callbacks.timeline=null"]
     script = tmp_path / "search.py"
     script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
     command = [*warm_python(), str(script), *SMALL, *small, "hparams_search=optuna"]
@@ -242,6 +239,7 @@ def test_a_job_of_slurm_has_one_task_with_a_core_for_each_rank():
 
 def test_a_vgg_loses_channels_on_two_ranks(tmp_path):
     small = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "pruning.draw_by=4"]
+    small += ["trainer.limit_val_batches=2", "trainer.limit_test_batches=2"]
     shape = ["model.blocks=[[4,4],[8]]", "trainer.enable_progress_bar=false"]
     script = tmp_path / "vgg.py"
     script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
@@ -271,7 +269,7 @@ def test_every_grid_of_two_ranks_trains(text, tmp_path):
     folder = tmp_path / "sweep"
     small = ["model.width=32", "model.depth=3", "model.heads=2", "data.context=32"]
     small += ["trainer.max_epochs=3", "trainer.limit_train_batches=4", "data.max_held_out=16"]
-    small += ["pruning.draw_after=2", "pruning.draw_by=4", f"data.path={text}"]
+    small += ["pruning.start=2", "pruning.end=4", f"data.path={text}"]
     sweep = ["-m", "experiment=grid_scaling", "trainer.devices=2", f"hydra.sweep.dir={folder}"]
     script = tmp_path / "sweep.py"
     script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
@@ -342,7 +340,7 @@ def test_a_command_says_which_folder_it_cannot_make(
 ) -> None:
     (tmp_path / "file").touch()
     module, *flags = command.split()
-    start = [sys.executable, "-m", f"lightning_axosparse.cli.{module}", *flags]
+    start = [*warm_python(), "-m", f"lightning_axosparse.cli.{module}", *flags]
     done = subprocess.run(
         [*start, f"{folder}={tmp_path}/file/nope", "seed=0"],
         cwd=tmp_path,

@@ -8,6 +8,7 @@ import time
 import torch
 
 from tests.corpus.harness import compare, entries
+from tests.ranks import without_external_callbacks
 
 
 def main() -> None:
@@ -17,6 +18,7 @@ def main() -> None:
     parser.add_argument("--long", action="store_true", help="show messages whole")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    without_external_callbacks()
     for package in options.packages:
         wholes, count = 0, 0
         for one in entries(package).values():

@@ -20,6 +20,7 @@ import pkgutil
 import re
 import traceback
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -54,9 +55,6 @@ WHOLE = re.compile(r"is differentiated once a batch")
 
 ADVICE = re.compile(r"expect other losses")
 """Of batch norms, in the log."""
-
-ENTRY_POINTS = "lightning.pytorch.trainer.connectors.callback_connector._load_external_callbacks"
-"""Reads the metadata of all installed packages for each Trainer."""
 
 OTHERS = re.compile(r"/torchmetrics/|`srun` command is available")
 """Warnings of which this package can do nothing."""
@@ -194,6 +192,16 @@ def entries(*packages: str) -> dict[str, Entry]:
     return {name: one for name, one in _entries.items() if one.make.__module__ in found}
 
 
+def sampled(which: Mapping[str, Entry]) -> list[Any]:
+    """The names of entries as parameters; `make test-slow` runs all but every third of a cause."""
+    seen: Counter[str] = Counter()
+    names = []
+    for name, one in which.items():
+        names.append(pytest.param(name, marks=[pytest.mark.slow] * bool(seen[one.cause] % 3)))
+        seen[one.cause] += 1
+    return names
+
+
 class _Recorder(Callback):
     def __init__(self, seen: Observation) -> None:
         self.seen = seen
@@ -236,7 +244,7 @@ def observe(which: Entry, strategy: Any = "auto", devices: int = 1) -> Observati
     loaders = [make(1)]
     if _overrides(module, "validation_step"):
         loaders.append(make(2))
-    with _listening(seen), mock.patch(ENTRY_POINTS, return_value=[]):
+    with _listening(seen):
         run = L.Trainer(strategy=strategy, **options)
         seen.before = {name: value.clone() for name, value in module.state_dict().items()}
         torch.manual_seed(1)

@@ -24,6 +24,7 @@ from lightning_axosparse import (
     AxoSparseStrategy,
     CorruptFileError,
     EarlyBirdTicket,
+    GradualPruning,
     Ticket,
     load_sparse,
     save_safetensors,
@@ -89,7 +90,7 @@ def test_a_damaged_file_does_not_change_the_module(
 
 def test_a_run_does_not_resume_from_a_damaged_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="1 epoch")
+    draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="1 epoch")
     run = trainer(
         AxoSparseStrategy(),
         callbacks=[draw, ModelCheckpoint(tmp_path, "a")],
@@ -102,7 +103,7 @@ def test_a_run_does_not_resume_from_a_damaged_checkpoint(tmp_path: Path) -> None
     path.write_bytes(data)
     fresh = Net()
     before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
-    again = trainer(AxoSparseStrategy(), callbacks=[EarlyBirdTicket(0.6)])
+    again = trainer(AxoSparseStrategy(), callbacks=[GradualPruning(0.6)])
     with pytest.raises(CorruptFileError, match=r"a\.ckpt' cannot be read"):
         again.fit(fresh, loader(1), ckpt_path=path, weights_only=False)
     assert same(fresh.state_dict(), before)
@@ -225,11 +226,11 @@ ODD: dict[str, Any] = {
     "its `callbacks` is a int, not a dict": lambda content: content.update(callbacks=3),
     "The state of the optimizers in": lambda content: content.update(optimizer_states=[{}]),
     "The state of the optimizers": lambda content: content.update(optimizer_states=[[1]]),
-    "The state of EarlyBirdTicket": lambda content: content["callbacks"].update(
-        EarlyBirdTicket={"ticket": None}
+    "The state of GradualPruning": lambda content: content["callbacks"].update(
+        GradualPruning={"ticket": None}
     ),
-    "The state of EarlyBirdTicket in": lambda content: content["callbacks"].update(
-        EarlyBirdTicket=[1]
+    "The state of GradualPruning in": lambda content: content["callbacks"].update(
+        GradualPruning=[1]
     ),
 }
 
@@ -239,7 +240,7 @@ def resumable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("resumable")
     saving = ModelCheckpoint(folder, "a")
     run = trainer(
-        AxoSparseStrategy(), callbacks=[EarlyBirdTicket(0.6), saving], enable_checkpointing=True
+        AxoSparseStrategy(), callbacks=[GradualPruning(0.6), saving], enable_checkpointing=True
     )
     run.fit(Net(), loader(1))
     return folder / "a.ckpt"
@@ -253,7 +254,7 @@ def test_odd_contents_are_refused_in_our_words(
     content = torch.load(resumable, weights_only=True)
     ODD[words](content)
     archive.save(content, tmp_path / "odd.ckpt")
-    run = trainer(AxoSparseStrategy(**arguments), callbacks=[EarlyBirdTicket(0.6)])
+    run = trainer(AxoSparseStrategy(**arguments), callbacks=[GradualPruning(0.6)])
     with pytest.raises(CorruptFileError, match=words):
         run.fit(Net(), loader(1), ckpt_path=tmp_path / "odd.ckpt")
 

@@ -258,7 +258,7 @@ def test_a_resnet_in_one_process(ranks: Any) -> None:
     expected, masks = masked("resnet", ticket)
     for strategy in (
         {"g_inter": 3, "transport": "loopback"},
-        {"g_inter": 5, "transport": "loopback", "schedule": "deferred"},
+        {"g_inter": 5, "transport": "loopback"},
         {"g_inter": 2, "transport": "loopback", "recompute": 1},
     ):
         record, found = train("resnet", 1, strategy)

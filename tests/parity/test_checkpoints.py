@@ -47,9 +47,7 @@ def train(
     draw = (
         []
         if ticket is None
-        else [
-            EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by=f"{ticket} epochs")
-        ]
+        else [EarlyBirdTicket(0.6, every="1 epoch", draw_by=f"{ticket} epochs")]
     )
     run = trainer(
         AxoSparseStrategy(g_inter, 2, save_distributed_checkpoint=grid in SHARDED),

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from lightning_axosparse import EarlyBirdTicket, Ticket
+from lightning_axosparse import GradualPruning, Ticket
 from tests.parity.cases import EPOCHS, Net, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -85,7 +85,7 @@ def adopted(g_inter: int, ranks: int, folder: Path) -> dict[str, Any]:
     for resume in (None, folder / "end.ckpt"):
         sizes = Sizes()
         strategy = AxoSparseStrategy(g_inter=g_inter, microbatches=2)
-        prune = EarlyBirdTicket(ticket=Ticket(masks, pruning_ratio=0.6))
+        prune = GradualPruning(ticket=Ticket(masks, pruning_ratio=0.6))
         end = 1 if resume is None else 2
         result = train(
             strategy,

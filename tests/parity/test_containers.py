@@ -265,11 +265,7 @@ def train(network: str, strategy: Any, ranks: int = 1, ticket: bool = False) -> 
     module = Classifier(NETWORKS[network][0]())
     x = torch.randn(STEPS * BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x.double(), torch.arange(len(x)) % CLASSES)
-    callbacks = (
-        [EarlyBirdTicket(0.5, method="early-bird", every=1, draw_after=1, draw_by=2)]
-        if ticket
-        else []
-    )
+    callbacks = [EarlyBirdTicket(0.5, every=1, draw_by=2)] if ticket else []
     run = trainer(strategy, ranks, precision="64-true", max_epochs=2, callbacks=callbacks)
     run.fit(module, DataLoader(data, BATCH), DataLoader(data, BATCH))
     return recorded(run, module)

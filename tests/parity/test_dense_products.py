@@ -64,8 +64,7 @@ def train(strategy: Any, ranks: int = 1) -> tuple[Record, int]:
 
 
 WAYS: dict[str, dict[str, Any]] = {
-    "together": {"schedule": "together"},
-    "deferred": {"schedule": "deferred"},
+    "message-driven": {},
     "1f1b": {"schedule": "1f1b"},
     "recomputed": {"recompute": 1},
 }
@@ -103,14 +102,14 @@ def test_products_by_onednn_are_one_process_and_change_no_bit_among_schedules(
 ) -> None:
     found = run_ranks(GRIDS[grid][0], train_all, grid)
     for records in found:  # of each rank
-        together, calls = records["together"]
+        driven, calls = records["message-driven"]
         assert calls > 0
         for name, (record, also) in records.items():
             assert also >= calls, name
-            assert difference(record, together) == 0, name
+            assert difference(record, driven) == 0, name
         if GRIDS[grid][1] > 1:  # a replica's losses are those of its samples
-            together.losses, together.logged = expected.losses, expected.logged
-        assert difference(together, expected) < 5e-7
+            driven.losses, driven.logged = expected.losses, expected.logged
+        assert difference(driven, expected) < 5e-7
 
 
 def test_one_rank_runs_them_until_its_run_ends(expected: Record) -> None:

@@ -5,6 +5,7 @@ Training goes on to the same bits as without, also from files of one way in the 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ EXPERTS = {"g_expert": 2, **experts.HUGGING_FACE}
 # Row: module, strategy, callback, trainer.
 ROWS: dict[str, Row] = {
     "tensor": (Tensors, TENSOR, GRADUAL, F64),
-    "unlike parts": (Tensors, TENSOR, {**GRADUAL, "score": upper_half}, F64),
+    "unlike parts": (Tensors, TENSOR, partial(GRADUAL, score=upper_half), F64),
     "listed experts": (Listed, {"g_expert": 2, **experts.OWN}, GRADUAL, F64),
     "both": (Mixtral, {**EXPERTS, "g_tensor": 2, "tensor_plan": "auto"}, GRADUAL, F64),
     # Clipping reads whole gradients.

@@ -156,7 +156,6 @@ def test_the_balance_of_experts_is_that_of_the_batch(name: str, stages: int) -> 
     "options",
     [
         {"schedule": "1f1b"},
-        {"schedule": "deferred"},
         {"in_flight": 2},
         {"recompute": 1},
     ],

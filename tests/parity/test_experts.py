@@ -89,8 +89,8 @@ def train(row: str, ranks: int) -> Record:
     implementation, optimizer, precision, options = ROWS[row]
     tuned = row.startswith("LoRA")
     module = Language(implementation, optimizer, tuned)
-    rule = {"prune": {"*.lora_*": False}, "score": "magnitude"} if tuned else {}
-    ticket = EarlyBirdTicket(0.7, method="early-bird", every=1, draw_after=1, draw_by=2, **rule)
+    rule = {"which": {"*.lora_*": False}, "score": "magnitude"} if tuned else {}
+    ticket = EarlyBirdTicket(0.7, every=1, draw_by=2, **rule)
     strategy: Any = AxoSparseStrategy()
     if ranks > 1:
         options = {
@@ -209,9 +209,7 @@ def pass_experts(
     L.seed_everything(0, verbose=False)
     # What reads gradients keeps replicas from dividing them.
     module = (Passed if "shard_optimizer" in options else Noting)(STEPPED[optimizer])
-    ticket = EarlyBirdTicket(
-        0.7, method="early-bird", score="magnitude", every=1, draw_after=1, draw_by=2
-    )
+    ticket = EarlyBirdTicket(0.7, score="magnitude", every=1, draw_by=2)
     run = trainer(
         AxoSparseStrategy(**options),
         ranks,

@@ -183,9 +183,7 @@ def train(row: str, strategy: Any, ticket: bool, ranks: int = 1) -> Record:
     L.seed_everything(0, verbose=False)
     make, data, _ = ROWS[row]
     module = make()
-    early_bird = EarlyBirdTicket(
-        0.5, method="early-bird", every=1, draw_after=1, draw_by=2, prune=PRUNED.get(row)
-    )
+    early_bird = EarlyBirdTicket(0.5, every=1, draw_by=2, which=PRUNED.get(row))
     callbacks = [early_bird] if ticket else []
     run = trainer(
         strategy, ranks, precision="64-true", max_epochs=1, limit_val_batches=1, callbacks=callbacks

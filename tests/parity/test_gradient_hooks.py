@@ -79,7 +79,7 @@ def test_hooks_see_a_whole_batch_in_one_process(accumulated: int) -> None:
     for strategy in (
         AxoSparseStrategy(microbatches=3),
         AxoSparseStrategy(g_inter=2, transport="loopback"),
-        AxoSparseStrategy(g_inter=3, transport="loopback", schedule="deferred"),
+        AxoSparseStrategy(g_inter=3, transport="loopback"),
     ):
         record, called = train(strategy, **options)
         assert called == calls

@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
+from lightning_axosparse import AxoSparseStrategy, GradualPruning
 from tests.parity.cases import BATCH, BATCHES, EPOCHS, Net, Record, loader, recorded, trainer
 from tests.ranks import run_ranks
 
-RATIO, BEGIN, EVERY, END, CLIP = 0.6, 4, 3, 15, 0.5
+RATIO, START, EVERY, END, CLIP = 0.6, 4, 3, 15, 0.5
 CHANGES = [7, 10, 13]
 
 
@@ -35,10 +35,10 @@ class Sizes(Callback):
         self.kept.append(values)
 
 
-def callback(**others: Any) -> EarlyBirdTicket:
-    times = {"draw_after": BEGIN, "every": EVERY, "draw_by": END}
+def callback(**others: Any) -> GradualPruning:
+    times = {"start": START, "every": EVERY, "end": END}
     search: dict[str, Any] = {"score": "magnitude", "floor": 0.0, **times, **others}
-    return EarlyBirdTicket(RATIO, method="gradual", **search)
+    return GradualPruning(RATIO, **search)
 
 
 def train(
@@ -47,7 +47,7 @@ def train(
     epochs: int = EPOCHS,
     folder: Path | None = None,
     resumed: Path | None = None,
-) -> tuple[Record, EarlyBirdTicket, list[int]]:
+) -> tuple[Record, GradualPruning, list[int]]:
     """Train on the same global batches on every grid."""
     L.seed_everything(0, verbose=False)
     draw, sizes = callback(), Sizes()
@@ -80,7 +80,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[Record, EarlyBirdTicket, list[int]]:
+def alone() -> tuple[Record, GradualPruning, list[int]]:
     return train(1, {})
 
 
@@ -143,7 +143,7 @@ def reference() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     step = 0
     for _ in range(EPOCHS):
         for x, y in loader(1):
-            way = (step - BEGIN) / (END - BEGIN)
+            way = (step - START) / (END - START)
             if step in (*CHANGES, END):
                 prune(largest(weights, RATIO * (1 - (1 - way) ** 3)))
             optimizer.zero_grad()
@@ -167,8 +167,8 @@ def test_the_numbers_are_those_of_masked_training(alone: tuple[Any, ...]) -> Non
 
 
 def test_a_draw_before_the_first_masks_is_refused() -> None:
-    with pytest.raises(MisconfigurationException, match=r"draw_by=15 .*draw_after=20"):
-        callback(draw_after=20)
-    run = trainer(AxoSparseStrategy(), callbacks=[callback(draw_after=0.9)])
-    with pytest.raises(MisconfigurationException, match=r"draw_by, after 15 .*draw_after"):
+    with pytest.raises(MisconfigurationException, match=r"end=15 must come after start=20"):
+        callback(start=20)
+    run = trainer(AxoSparseStrategy(), callbacks=[callback(start=0.9)])
+    with pytest.raises(MisconfigurationException, match=r"end, after 15 .*start, after 16"):
         run.fit(Net(), loader(1))

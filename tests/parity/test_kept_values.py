@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from lightning_axosparse.callbacks import early_bird
+from lightning_axosparse.callbacks import weight_pruning
 from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
@@ -83,9 +83,7 @@ def train(
         return function(*args)
 
     L.seed_everything(0, verbose=False)
-    ticket = EarlyBirdTicket(
-        0.8, method="early-bird", every="1 epoch", draw_by=f"{DRAW} epochs", compute=compute
-    )
+    ticket = EarlyBirdTicket(0.8, every="1 epoch", draw_by=f"{DRAW} epochs", compute=compute)
     checkpoints = [] if folder is None else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
     run = trainer(
         strategy,
@@ -166,7 +164,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(runs: dict[str, li
 
 
 def train_recurrent(ranks: int) -> Record:
-    strategy = AxoSparseStrategy(g_inter=ranks, microbatches=4, schedule="deferred")
+    strategy = AxoSparseStrategy(g_inter=ranks, microbatches=4)
     return train(strategy, ranks, None, module=Recurrent)[0]
 
 
@@ -199,9 +197,7 @@ def train_mixed(
         ranks,
         max_epochs=EPOCHS,
         callbacks=[
-            EarlyBirdTicket(
-                ratio, method="early-bird", floor=1.0, every="1 epoch", draw_by=f"{DRAW} epochs"
-            ),
+            EarlyBirdTicket(ratio, floor=1.0, every="1 epoch", draw_by=f"{DRAW} epochs"),
             ModelCheckpoint(folder, "{epoch}", save_top_k=-1),
             LambdaCallback(on_train_end=note_ways),
         ],
@@ -210,7 +206,7 @@ def train_mixed(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kept_products, "sddmm", counted)
-        patch.setattr(early_bird, "this_processor", lambda: processor)
+        patch.setattr(weight_pruning, "this_processor", lambda: processor)
         record = fit(run, Wide(), **options)
     return record, calls[0], backend
 

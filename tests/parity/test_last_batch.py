@@ -27,7 +27,7 @@ def train(grid: str, folder: Path, resume: Path | None = None) -> tuple[Record, 
     from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 
     L.seed_everything(0, verbose=False)
-    draw = EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="2 epochs")
+    draw = EarlyBirdTicket(0.6, every="1 epoch", draw_by="2 epochs")
     saving = ModelCheckpoint(
         folder / grid, "{step}", save_top_k=-1, every_n_train_steps=BATCHES, monitor=None
     )

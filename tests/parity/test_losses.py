@@ -302,7 +302,6 @@ MODULES: dict[str, Callable[[], Tagger]] = {
 }
 PARTS = (
     "padding",
-    "class weights",
     "sum",
     "shape of one",
     "items",

@@ -44,7 +44,7 @@ def train(row: str, ranks: int, folder: Path, epochs: int, resume: Path | None =
         precision=precision,
         enable_checkpointing=True,
         callbacks=[
-            EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by="2 epochs"),
+            EarlyBirdTicket(0.6, every="1 epoch", draw_by="2 epochs"),
             ModelCheckpoint(folder, filename="stop"),
         ],
     )

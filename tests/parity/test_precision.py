@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_axosparse import EarlyBirdTicket
+from lightning_axosparse import GradualPruning
 from lightning_axosparse.pruning import Ticket
 from tests.parity.cases import Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
@@ -48,7 +48,7 @@ def train(precision: str, ranks: int, g_inter: int) -> Record:
         gradient_clip_val=row.get("clip"),
         accumulate_grad_batches=row.get("accumulate", 1),
         max_epochs=2,
-        callbacks=[EarlyBirdTicket(ticket=ticket(), compute=row["compute"])],
+        callbacks=[GradualPruning(ticket=ticket(), compute=row["compute"])],
     )
     return fit(run, Net())
 

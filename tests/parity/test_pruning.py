@@ -49,9 +49,7 @@ def test_pruning_of_all_stages_in_one_process(case: str, tmp_path: Path) -> None
     ours, plain = tmp_path / "ours", tmp_path / "plain"
     # Lightning resumes from no checkpoint that has the masks.
     for epoch in (None,) if "masks" in case else (None, 0):
-        strategy = AxoSparseStrategy(
-            2, 2, pipeline="model", transport="loopback", schedule="deferred"
-        )
+        strategy = AxoSparseStrategy(2, 2, pipeline="model", transport="loopback")
         record, expected = train(case, ours, strategy, epoch), train(case, plain, "auto", epoch)
         assert difference(record, expected) <= 1e-12
     for epoch in range(3):

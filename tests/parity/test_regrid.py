@@ -87,7 +87,7 @@ def train(
         max_epochs=EPOCHS + (2 if resume else 0),
         precision="64-true",
         callbacks=[
-            EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by=f"{DRAW} epochs"),
+            EarlyBirdTicket(0.6, every="1 epoch", draw_by=f"{DRAW} epochs"),
             ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1),
             *([TrainingReport(folder)] if row == REPORTED else []),
         ],

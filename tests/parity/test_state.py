@@ -339,7 +339,7 @@ def shared(strategy: Any, ranks: int = 1) -> tuple[Any, ...]:
         Shared,
         strategy,
         ranks,
-        EarlyBirdTicket(0.5, method="early-bird", every="1 epoch", draw_by="1 epoch"),
+        EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch"),
     )
 
 

@@ -63,7 +63,7 @@ class Outputs(Callback):
 def train(strategy: Any, ranks: int = 1) -> dict[str, list[Any]]:
     L.seed_everything(0, verbose=False)
     outputs, module = Outputs(), Returning().double()
-    draw = EarlyBirdTicket(0.5, method="early-bird", every="1 epoch", draw_by="1 epoch")
+    draw = EarlyBirdTicket(0.5, every="1 epoch", draw_by="1 epoch")
     run = trainer(
         strategy, ranks, precision="64-true", max_epochs=EPOCHS, callbacks=[outputs, draw]
     )

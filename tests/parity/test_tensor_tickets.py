@@ -5,7 +5,9 @@ All rows of one number of ranks run in one job, because starting ranks takes lon
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +17,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning, Ticket
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.test_tensor_parallel import FIXED, LLAMA, OWN, Hooked, Llama, Own, loader
 from tests.ranks import run_ranks
@@ -50,31 +52,31 @@ class Counts(L.Callback):
         )
 
 
-GRADUAL = {"draw_after": 3, "every": 3, "draw_by": 9}
-EARLY = {"method": "early-bird", "every": 2, "draw_after": None, "draw_by": 5}
+GRADUAL = partial(GradualPruning, RATIO, start=3, every=3, end=9)
+EARLY = partial(EarlyBirdTicket, RATIO, every=2, draw_by=5)
 F64: dict[str, Any] = {"precision": "64-true"}
 # Row: module, strategy, callback, trainer.
-ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+ROWS: dict[str, tuple[Any, dict[str, Any], Callable[[], L.Callback], dict[str, Any]]] = {
     "gradual": (Own, OWN, GRADUAL, F64),
     "by saliency, clipped": (Adam, OWN, GRADUAL, {**F64, "gradient_clip_val": 0.05}),
     "early bird": (Own, OWN, EARLY, F64),
     "sequence parallel": (lambda: Own(sequence=True), OWN, GRADUAL, F64),
     "gradients in hooks": (Hooked, OWN, GRADUAL, F64),
-    "resident copies": (Adam, OWN, {**GRADUAL, "compute": "samo"}, F64),
+    "resident copies": (Adam, OWN, partial(GRADUAL, compute="samo"), F64),
     "Llama": (Llama, LLAMA, GRADUAL, F64),
 }
 
 Found = tuple[Record, Ticket, Kept]
-Row = tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
+Row = tuple[Any, dict[str, Any], Callable[[], L.Callback], dict[str, Any]]
 
 
 def run(
     row: Row, strategy: Any, ranks: int, g_data: int, folder: Path | None = None, **resumed: Any
 ) -> Found:
-    make, _, search, settings = row
+    make, _, pruning, settings = row
     L.seed_everything(0, verbose=False)
     # Loaded as they are saved: Lightning loads weights before precision converts the module.
-    module, draw, counts = make().double(), EarlyBirdTicket(RATIO, **search), Counts()
+    module, draw, counts = make().double(), pruning(), Counts()
     callbacks = [draw, counts]
     if folder is not None:
         callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))

@@ -29,7 +29,7 @@ def momentum(weight: Tensor, state: Mapping[str, Any]) -> Tensor:
 
 
 SEARCHES: dict[str, dict[str, Any]] = {
-    "inside an epoch": {"every": 4, "window": 2, "threshold": 1.0, "draw_after": 7},
+    "inside an epoch": {"every": 4, "window": 2, "threshold": 1.0},
     "magnitude, at the end of an epoch": {
         "score": "magnitude",
         "floor": 0.0,
@@ -39,7 +39,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "a function, high floors": {"score": momentum, "floor": 0.5, "draw_by": 8},
     "the highest floor": {"floor": 1.0, "draw_by": 8},
     "biases": {
-        "prune": {"bias": True, "model.0.*": False},
+        "which": {"bias": True, "model.0.*": False},
         "draw_by": 8,
     },
 }
@@ -47,9 +47,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
 
 def train(search: str, ranks: int, grid: dict[str, Any]) -> tuple[Record, Any]:
     L.seed_everything(0, verbose=False)
-    draw = EarlyBirdTicket(
-        0.6, method="early-bird", **{"draw_by": None, "threshold": 1e-6, **SEARCHES[search]}
-    )
+    draw = EarlyBirdTicket(0.6, **{"draw_by": None, "threshold": 1e-6, **SEARCHES[search]})
     strategy = AxoSparseStrategy(microbatches=2, **grid)
     run = trainer(strategy, ranks, callbacks=[draw], precision="64-true")
     return fit(run, Net(outer=True, tied=True).double()), draw
@@ -97,7 +95,7 @@ def on_stages(strategy: dict[str, Any], ranks: int) -> dict[str, Any]:
     drawn = {}
     for name, search in BALANCED.items():
         L.seed_everything(0, verbose=False)
-        draw = EarlyBirdTicket(0.6, method="early-bird", **search, draw_by=4)
+        draw = EarlyBirdTicket(0.6, **search, draw_by=4)
         run = trainer(AxoSparseStrategy(**strategy), ranks, callbacks=[draw], precision="64-true")
         fit(run, Net().double())
         drawn[name] = draw.ticket
@@ -127,7 +125,7 @@ def test_stages_keep_as_evenly_as_asked_for() -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "'heads' matches no parameter": {"prune": {"heads": False}},
+    "'heads' matches no parameter": {"which": {"heads": False}},
     "SGD does not estimate": {"score": "saliency"},
 }
 
@@ -140,7 +138,7 @@ class Plain(Net):
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_be_searched_is_refused_before_any_rank_starts(words: str) -> None:
     """Ranks would raise another error, RankFailedError."""
-    draw = EarlyBirdTicket(0.6, method="early-bird", **REFUSED[words])
+    draw = EarlyBirdTicket(0.6, **REFUSED[words])
     run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[draw])
     with pytest.raises(MisconfigurationException, match=words):
         fit(run, Plain())

@@ -13,8 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
-from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
-from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
 from lightning_axosparse.pipeline.engine import KeepingStep, Order, Pipeline
@@ -32,7 +31,7 @@ from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch, Traini
 def pipeline(
     layers: nn.ModuleList | nn.Sequential,
     stages: int,
-    schedule: str = "together",
+    schedule: str = "message-driven",
     in_flight: int = 4,
     checkpointing: ActivationCheckpointing | None = None,
     module: nn.Module | None = None,
@@ -41,15 +40,12 @@ def pipeline(
     parts = balance([1] * len(layers), stages)
     names = [f"layers.{i}" for i in range(len(layers))]
     dealt = PipelinedLayers(names, list(layers), parts, checkpointing, module)
-    deferring = SplitLayers(layers)
-    if SCHEDULES[schedule].defers_weight_gradients:
-        deferring.install()
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = PipelineRNG(0, torch.device("cpu"))
-    limit, choice = InFlightLimit(in_flight), ScheduleChoice([schedule], lambda own: [own])
-    shared = limit, randomness, deferring, lambda value: [value], Order(), outer_parameters
-    return Pipeline(dealt, links, choice, *shared), dealt
+    limit = InFlightLimit(in_flight)
+    shared = limit, randomness, lambda value: [value], Order(), outer_parameters
+    return Pipeline(dealt, links, SCHEDULES[schedule], *shared), dealt
 
 
 class NoEffects:
@@ -475,18 +471,6 @@ def test_a_batch_whose_end_draws_for_the_first_time_runs_again() -> None:
     dealt.uninstall()
 
 
-@pytest.mark.parametrize("schedule", ["deferred", "zb-h1"])
-@pytest.mark.parametrize("limit", [1, 2, 5])
-def test_micro_batches_that_wait_for_weight_gradients_are_in_flight(
-    schedule: str, limit: int
-) -> None:
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    pipe, dealt = pipeline(model, 4, schedule, in_flight=limit)
-    train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8, parted=True)
-    dealt.uninstall()
-    assert max(pipe.peak_in_flight.values()) == min(limit, 8 if schedule == "deferred" else 4)
-
-
 class Finals(Plainly):
     """Notes the gradients that are said to be final."""
 
@@ -502,44 +486,44 @@ class Finals(Plainly):
         self.final[parameter] = parameter.grad.clone()
 
 
-@pytest.mark.parametrize("schedule", ["deferred", "cooldown"])
-@pytest.mark.parametrize("stages", [1, 3])
-def test_deferred_gradients_are_final_when_they_are_said_to_be(schedule: str, stages: int) -> None:
+def test_gradients_of_the_code_before_the_layers_are_final_when_they_are_said_to_be() -> None:
     torch.manual_seed(3)
-    model = nn.Sequential(*(nn.Sequential(nn.GELU(), nn.Linear(6, 6)) for _ in range(4)))
-    pipe, dealt = pipeline(model, stages, schedule, in_flight=6)
-    finals, microbatches = Finals(), 8 if stages > 1 else 1
-    step = lambda b: model(b.requires_grad_()).pow(2).mean()  # noqa: E731
-    batch = training(step, torch.randn(8, 6), microbatches)
-    run(pipe, replace(batch, backward=finals))
+    net = nn.ModuleDict({"before": nn.Linear(6, 6), "layers": nn.Sequential(nn.Tanh(), nn.Tanh())})
+    outer = list(net["before"].parameters())
+    pipe, dealt = pipeline(net["layers"], 2, module=net, outer_parameters=lambda: outer)
+    finals = Finals()
+    step = lambda b: net["layers"](net["before"](b)).pow(2).mean()  # noqa: E731
+    run(pipe, replace(training(step, torch.randn(8, 6), 4), backward=finals))
     dealt.uninstall()
-    assert finals.deferred == set(model.parameters())
-    assert finals.final.keys() == finals.deferred
+    assert finals.deferred == finals.final.keys() == set(outer)
     for parameter, gradient in finals.final.items():
         assert torch.equal(parameter.grad, gradient)
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_recomputed_layers_leave_no_weight_gradient(every: int) -> None:
+def test_gradients_of_recomputed_layers_are_bit_identical(every: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(4)))
     reference = copy.deepcopy(model)
     batch = torch.randn(8, 6)
     differentiate(reference, lambda out: out.pow(2).mean(), batch, 4)
     checkpointing = ActivationCheckpointing(every, torch.device("cpu"))
-    pipe, dealt = pipeline(model, 2, "deferred", checkpointing=checkpointing)
+    pipe, dealt = pipeline(model, 2, checkpointing=checkpointing)
     train(pipe, lambda b: model(b).pow(2).mean(), batch, 4)
     dealt.uninstall()
     assert_same_gradients(model, reference)
 
 
-def test_layers_that_are_split_themselves_get_their_forward_back() -> None:
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    split_layers = SplitLayers(model)
-    split_layers.install()
-    dealt = PipelinedLayers(["a", "b", "c", "d"], list(model), balance([1] * 4, 2))
-    dealt.install(range(2))
+@pytest.mark.parametrize("parted", [False, True])
+def test_what_each_stage_keeps_of_a_micro_batch_is_measured(parted: bool) -> None:
+    model = nn.Sequential(*(nn.Tanh() for _ in range(3)))
+    pipe, dealt = pipeline(model, 3)
+    rule = InFlightRule(None, "message-driven", torch.device("cpu"), lambda: 10**9, lambda: 0)
+    pipe.limit = limit = MemoryInFlightLimit(3, rule, lambda own: [own])
+    batch = torch.randn(8, 64, requires_grad=True)
+    train(pipe, lambda b: model(b).mean(), batch, 4, parted=parted)
     dealt.uninstall()
-    assert all("forward" in vars(layer) for layer in model)
-    split_layers.uninstall()
-    assert all("forward" not in vars(layer) for layer in model)
+    one = batch.nbytes // 4
+    first, middle, last = (limit._kept[stage] for stage in range(3))
+    assert (first, middle) == (one, 2 * one), "what it sends, and what it has received"
+    assert last >= 2 * one

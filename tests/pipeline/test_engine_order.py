@@ -29,8 +29,6 @@ class Rank:
         op = self.order.start_next(self.schedule, self.activations, self.gradients)
         if op is not None:
             self.passes.append(op)
-            if op.kind == "weight gradient":
-                self.schedule.end_weight_gradients()
         return op
 
 
@@ -118,7 +116,4 @@ def test_replayed_passes_leave_the_counts_of_the_schedule(name: str) -> None:
         op = chooses.start_next(3, 3)
         assert op is not None
         assert replays.start(op.kind) == op
-        if op.kind == "weight gradient":
-            chooses.end_weight_gradients()
-            replays.end_weight_gradients()
     assert replays.finished

@@ -6,15 +6,12 @@ from hypothesis import strategies as st
 
 from lightning_axosparse.pipeline.schedule import (
     SCHEDULES,
-    BubbleFilling,
-    CooldownFilling,
     ForwardOnly,
     GPipe,
     MessageDriven,
     OneForwardOneBackward,
     Op,
     Schedule,
-    ZeroBubbleH1,
 )
 
 EVERY = list(SCHEDULES.values())
@@ -30,10 +27,7 @@ def drive(
     seed: int,
     *forwards_first: bool,
 ) -> list:
-    """Run a pipeline whose messages arrive, and whose stages act, in a random order.
-
-    Weight gradients of a micro-batch are one to three, and count as one pass, their last.
-    """
+    """Run a pipeline whose messages arrive, and whose stages act, in a random order."""
     rng = random.Random(seed)
     given = stages, microbatches, limit, *forwards_first
     schedules = [kind(stage, *given) for stage in range(stages)]
@@ -41,7 +35,7 @@ def drive(
     gradients = [0] * (stages - 1) + [microbatches]
     on_the_way: list[tuple[list[int], int]] = []
     history: list[list[Op]] = [[] for _ in range(stages)]
-    peak, products = [0] * stages, [0] * stages
+    peak = [0] * stages
     while not all(schedule.finished for schedule in schedules):
         acted = False
         for stage in rng.sample(range(stages), stages):
@@ -49,15 +43,8 @@ def drive(
             if op is None:
                 continue
             acted = True
-            if op.kind == "weight gradient":
-                products[stage] = products[stage] or rng.randint(1, 3)
-                products[stage] -= 1
-                if products[stage] == 0:
-                    schedules[stage].end_weight_gradients()
-                    history[stage].append(op)
-                continue
             history[stage].append(op)
-            peak[stage] = max(peak[stage], schedules[stage].held + schedules[stage].pending)
+            peak[stage] = max(peak[stage], schedules[stage].held)
             neighbour = stage + 1 if op.kind == "forward" else stage - 1
             if 0 <= neighbour < stages:
                 arrivals = activations if op.kind == "forward" else gradients
@@ -77,33 +64,21 @@ def test_every_pass_of_every_microbatch_runs_once_whatever_order_messages_come_i
     schedule: type[Schedule], shape: tuple[int, int, int], seed: int
 ) -> None:
     stages, microbatches, limit = shape
-    for stage, (history, _) in enumerate(drive(schedule, stages, microbatches, limit, seed)):
-        defers = schedule(stage, stages, microbatches, limit).defers
+    for history, _ in drive(schedule, stages, microbatches, limit, seed):
         every = list(range(microbatches))
-        passes = {
-            "forward": every,
-            "backward": every,
-            "weight gradient": list(filter(defers, every)),
-        }
-        assert len(history) == sum(map(len, passes.values()))
-        for kind, expected in passes.items():
-            assert [op.microbatch for op in history if op.kind == kind] == expected
+        assert len(history) == 2 * microbatches
+        for kind in ("forward", "backward"):
+            assert [op.microbatch for op in history if op.kind == kind] == every
         for microbatch in every:
-            kinds = [kind for kind, those in passes.items() if microbatch in those]
-            places = [history.index(Op(kind, microbatch)) for kind in kinds]
+            places = [history.index(Op(kind, microbatch)) for kind in ("forward", "backward")]
             assert places == sorted(places)
-        # Terms of a gradient are added in the order of the micro-batches.
-        makes = [op for op in history if op.kind == "weight gradient" or not defers(op.microbatch)]
-        added = [op.microbatch for op in makes if op.kind != "forward"]
-        assert added == every
 
 
 @given(shape=shapes, seed=st.integers(0, 10_000))
 def test_no_stage_holds_more_than_the_limit(shape: tuple[int, int, int], seed: int) -> None:
     stages, microbatches, limit = shape
-    for schedule in (MessageDriven, BubbleFilling, CooldownFilling, ZeroBubbleH1):
-        for _, peak in drive(schedule, stages, microbatches, limit, seed):
-            assert peak <= limit
+    for _, peak in drive(MessageDriven, stages, microbatches, limit, seed):
+        assert peak <= limit
     for stage, (_, peak) in enumerate(drive(OneForwardOneBackward, stages, microbatches, 99, seed)):
         assert peak == min(stages - stage, microbatches)
     for _, peak in drive(GPipe, stages, microbatches, limit, seed):
@@ -170,72 +145,4 @@ def test_message_driven_goes_ahead_where_1f1b_waits_for_a_late_gradient() -> Non
         Op("forward", 0),
         Op("forward", 1),
         None,
-    ]
-
-
-@given(shape=shapes, seed=st.integers(0, 10_000))
-def test_weight_gradients_wait_until_nothing_else_may_run(
-    shape: tuple[int, int, int], seed: int
-) -> None:
-    stages, microbatches, limit = shape
-    rng = random.Random(seed)
-    stage = rng.randrange(stages)
-    filling = BubbleFilling(stage, stages, microbatches, limit)
-    plain = MessageDriven(stage, stages, microbatches, limit)
-    activations = gradients = 0
-    while not filling.finished:
-        activations += rng.randint(0, 2)
-        gradients += rng.randint(0, 2)
-        plain.forwards, plain.backwards = filling.forwards, filling.backwards
-        plain.in_flight = limit - filling.pending
-        expected = plain.start_next(activations, gradients)
-        pending = filling.pending
-        op = filling.start_next(activations, gradients)
-        if expected is not None or not pending:
-            assert op == expected
-            continue
-        assert op == Op("weight gradient", filling.weight_gradients)
-        filling.end_weight_gradients()
-
-
-def test_weight_gradients_make_room_for_the_next_forward() -> None:
-    schedule = BubbleFilling(0, 2, 5, 3)
-    assert [schedule.start_next(5, 1) for _ in range(4)] == [
-        Op("forward", 0),
-        Op("forward", 1),
-        Op("backward", 0),
-        Op("forward", 2),
-    ]
-    # Two micro-batches are held and one is pending, and no gradient is there.
-    assert schedule.start_next(5, 1) == Op("weight gradient", 0)
-    assert schedule.start_next(5, 1) == Op("weight gradient", 0), "it has a second product"
-    assert schedule.start_next(5, 2) == Op("backward", 1), "a gradient comes before a third"
-    schedule.end_weight_gradients()
-    assert schedule.start_next(5, 2) == Op("forward", 3)
-    assert schedule.start_next(5, 2) == Op("weight gradient", 1)
-
-
-def test_the_weight_gradients_of_the_last_microbatches_alone_are_deferred() -> None:
-    for stages, microbatches in ((1, 4), (2, 8), (4, 16), (4, 5)):
-        for stage in range(stages):
-            schedule = CooldownFilling(stage, stages, microbatches, 2 * stages)
-            deferred = [n for n in range(microbatches) if schedule.defers(n)]
-            assert deferred == list(range(microbatches))[-(2 * stages - 1) :]
-
-
-def test_zb_h1_in_the_order_of_its_paper() -> None:
-    """Figure 1 of Qi et al. for four stages: one weight gradient more is postponed each stage."""
-    orders = []
-    for stage in range(4):
-        schedule, order = ZeroBubbleH1(stage, 4, 5, 4), ""
-        while (op := schedule.start_next(5, 5)) is not None:
-            order += {"forward": "F", "backward": "B", "weight gradient": "W"}[op.kind]
-            if op.kind == "weight gradient":
-                schedule.end_weight_gradients()
-        orders.append(order)
-    assert orders == [
-        "FFFFBWFBWBWBWBW",
-        "FFFBFBWFBWBWBWW",
-        "FFBFBFBWFBWBWWW",
-        "FBFBFBFBWFBWWWW",
     ]

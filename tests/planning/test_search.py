@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_axosparse.pipeline.schedule import WeightGradients
 from lightning_axosparse.planning.cost import (
     DENSE,
     SPARSE,
@@ -34,9 +32,8 @@ DIVISORS_OF_32 = (1, 2, 4, 8, 16, 32)
 def everything(workload: Workload) -> list:
     """All choices there are, without the bounds that the search prunes by."""
     return [
-        evaluate(workload, Choice(g_inter, microbatch, in_flight, weight_gradients))
+        evaluate(workload, Choice(g_inter, microbatch, in_flight))
         for g_inter in (1, 2, 4, 8)
-        for weight_gradients in workload.weight_gradients[: 1 if g_inter == 1 else 3]
         for microbatch in DIVISORS_OF_32
         if workload.batch * g_inter % (8 * microbatch) == 0
         for in_flight in {
@@ -52,19 +49,15 @@ def everything(workload: Workload) -> list:
     memory=st.floats(5e7, 1e9),
     latency=st.floats(0, 0.05),
     recompute=st.booleans(),
-    weight_gradients=st.sampled_from([("together",), ("deferred",), get_args(WeightGradients)]),
 )
 def test_the_search_finds_the_best_of_all_that_fit(
     network: float,
     memory: float,
     latency: float,
     recompute: bool,
-    weight_gradients: tuple[WeightGradients, ...],
 ) -> None:
     cluster = replace(CLUSTER, memory=memory, network=Wire(latency, network))
-    workload = replace(
-        WORKLOAD, cluster=cluster, recompute=recompute, weight_gradients=weight_gradients
-    )
+    workload = replace(WORKLOAD, cluster=cluster, recompute=recompute)
     fitting = [plan for plan in everything(workload) if plan.memory <= memory]
     if not fitting:
         with pytest.raises(ValueError, match="Nothing fits"):
@@ -86,20 +79,6 @@ def test_without_communication_or_optimizer_a_step_takes_the_closed_form() -> No
     stage = 3 * 2 * 2 * model.layer_flops / cluster.speed
     assert plan.simulation.makespan == pytest.approx((8 + 4 - 1) * stage)
     assert plan.simulation.bubble == pytest.approx(3 / 11)
-
-
-def test_deferred_weight_gradients_fill_the_bubble() -> None:
-    plans = {
-        kind: evaluate(WORKLOAD, Choice(4, 1, 8, kind)).simulation
-        for kind in get_args(WeightGradients)
-    }
-    ends = {kind: plan.pipeline_end.max() for kind, plan in plans.items()}
-    assert ends["deferred"] < 0.95 * ends["together"]
-    assert ends["cooldown"] < 0.97 * ends["together"]
-    assert plans["deferred"].busy == pytest.approx(plans["together"].busy)
-    made = sum(s.end - s.start for s in plans["deferred"].spans if s.activity == "weight gradient")
-    weights = 24 * MODEL.width**2 * MODEL.sequence * MODEL.layers
-    assert made == pytest.approx(16 * weights / CLUSTER.speed)
 
 
 def test_memory_is_state_and_activations_of_the_fullest_stage() -> None:
@@ -170,7 +149,7 @@ def test_divided_optimizer_state_takes_memory_of_replicas() -> None:
 
 def test_ranks_with_the_same_experts_divide_their_state() -> None:
     experts = replace(MODEL, experts=8, chosen=2)
-    choice = Choice(1, 1, 4, "together", g_expert=2, g_tensor=2)  # of two replicas
+    choice = Choice(1, 1, 4, g_expert=2, g_tensor=2)  # of two replicas
     workload = replace(WORKLOAD, layers=experts.costs, batch=8, cluster=replace(CLUSTER, devices=4))
     for splits, sharing in ((False, 2), (True, 1)):
         plain, divided = (
@@ -187,7 +166,7 @@ def test_ranks_with_the_same_experts_divide_their_state() -> None:
 def test_spread_experts_take_memory_and_all_reduce_of_a_share_and_messages() -> None:
     experts = replace(MODEL, experts=8, chosen=2)
     workload = replace(WORKLOAD, layers=experts.costs, g_expert=(1, 2, 4))
-    plans = [evaluate(workload, Choice(2, 1, 4, "together", g_expert)) for g_expert in (1, 2)]
+    plans = [evaluate(workload, Choice(2, 1, 4, g_expert)) for g_expert in (1, 2)]
     whole, spread = plans
     weights = 4 * experts.expert_weights  # of a stage
     assert whole.memory - spread.memory == pytest.approx(16 * weights / 2)
@@ -216,7 +195,7 @@ def test_ranks_that_share_layers_divide_work_and_memory_and_all_reduce_results()
 def test_recomputation_exchanges_nothing_twice() -> None:
     experts = replace(MODEL, experts=8, chosen=2)
     workload = replace(WORKLOAD, layers=experts.costs)
-    choice = Choice(2, 1, 8, "together", 2, 2)
+    choice = Choice(2, 1, 8, 2, 2)
     exchanged = [
         evaluate(replace(workload, recompute=each), choice).message_seconds
         for each in (False, True)

@@ -5,11 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_axosparse.pipeline.schedule import (
-    SCHEDULES,
-    ForwardOnly,
-    MessageDriven,
-)
+from lightning_axosparse.pipeline.schedule import SCHEDULES, ForwardOnly
 from lightning_axosparse.planning.simulate import Simulation, Wire, ring_all_reduce, simulate
 
 names = st.sampled_from(list(SCHEDULES))
@@ -26,7 +22,7 @@ wires = st.builds(
 
 def run(
     shape: tuple[int, int],
-    name: str = "together",
+    name: str = "message-driven",
     in_flight: int = 99,
     forward=1.0,
     backward=2.0,
@@ -46,9 +42,9 @@ def jittered(shape: tuple[int, int], seed: int, sigma: float = 0.6) -> dict[str,
     }
 
 
-def peak_in_flight(simulation: Simulation, stage: int, last: str = "backward") -> int:
-    """The most micro-batches that have gone forward and not through their last kind of pass."""
-    change = {"forward": 1, last: -1}
+def peak_in_flight(simulation: Simulation, stage: int) -> int:
+    """The most micro-batches that have gone forward and not yet back."""
+    change = {"forward": 1, "backward": -1}
     passes = [s for s in simulation.spans if s.stage == stage and s.activity in change]
     return max(accumulate(change[span.activity] for span in passes))
 
@@ -125,7 +121,6 @@ def test_every_pass_runs_once_after_what_it_needs_and_no_two_at_once(
 ) -> None:
     stages, microbatches = shape
     times = jittered(shape, seed)
-    times["weight_gradient"] = times["backward"] * np.random.default_rng(seed).random(shape)
     simulation = run(shape, name, limit, **times, wires=wire, message_bytes=1.0)
     passes = {
         (span.activity, span.stage, span.microbatch): span
@@ -133,18 +128,11 @@ def test_every_pass_runs_once_after_what_it_needs_and_no_two_at_once(
         if span.activity != "wait"
     }
     assert len(passes) == len([s for s in simulation.spans if s.activity != "wait"])
-    deferred = sum(
-        SCHEDULES[name](stage, stages, microbatches, limit).defers(microbatch)
-        for stage in range(stages)
-        for microbatch in range(microbatches)
-    )
-    assert len(passes) == 2 * stages * microbatches + deferred
+    assert len(passes) == 2 * stages * microbatches
     on_the_way = wire.latency + 1 / wire.bandwidth - 1e-6
     for (kind, stage, microbatch), span in passes.items():
         needed = stage - 1 if kind == "forward" else stage + 1
-        if kind == "weight gradient":
-            assert span.start >= passes["backward", stage, microbatch].end - 1e-6
-        elif 0 <= needed < stages:
+        if 0 <= needed < stages:
             assert span.start >= passes[kind, needed, microbatch].end + on_the_way
         if kind == "backward":
             assert span.start >= passes["forward", stage, microbatch].end - 1e-6
@@ -166,18 +154,6 @@ def test_no_stage_holds_more_than_its_limit(
     simulation = run(shape, in_flight=limit, **jittered(shape, seed), wires=wire)
     peaks = [peak_in_flight(simulation, stage) for stage in range(stages)]
     assert max(peaks) <= min(limit, microbatches)
-    times = jittered(shape, seed)
-    for name in ("deferred", "zb-h1"):
-        deferred = run(
-            shape,
-            name,
-            limit,
-            **times,
-            wires=wire,
-            weight_gradient=times["backward"] / 2,
-        )
-        peaks = [peak_in_flight(deferred, i, "weight gradient") for i in range(stages)]
-        assert max(peaks) <= min(limit, microbatches)
     static = run(shape, "1f1b", **jittered(shape, seed), wires=wire)
     peaks = [peak_in_flight(static, stage) for stage in range(stages)]
     assert peaks == [min(stages - i, microbatches) for i in range(stages)]
@@ -188,14 +164,10 @@ def test_a_step_takes_no_less_than_its_longest_path_and_no_more_than_all_of_it_i
     name: str, shape: tuple[int, int], limit: int, wire: Wire, seed: int
 ) -> None:
     times = jittered(shape, seed)
-    weights = times["backward"] / 2
-    simulation = run(
-        shape, name, limit, **times, weight_gradient=weights, wires=wire, message_bytes=1.0
-    )
+    simulation = run(shape, name, limit, **times, wires=wire, message_bytes=1.0)
     both = times["forward"] + times["backward"]
     hops = 2 * (shape[0] - 1) * (wire.latency + 1 / wire.bandwidth + wire.overhead)
-    chain = both - weights if SCHEDULES[name].defers_weight_gradients else both
-    longest = max(simulation.busy.max(), chain.sum(0).max() + hops)
+    longest = max(simulation.busy.max(), both.sum(0).max() + hops)
     assert simulation.makespan >= longest - 1e-6
     assert simulation.makespan <= both.sum() + hops * shape[1] + 1e-6
 
@@ -264,59 +236,6 @@ def test_under_latency_slack_in_flight_beats_1f1b(latency: float, limit: int, ra
     static = run((4, 16), "1f1b", wires=wire).makespan
     driven = run((4, 16), in_flight=limit, wires=wire).makespan
     assert driven / static == pytest.approx(ratio, abs=0.01)
-
-
-F_B_W = {"forward": 1.0, "backward": 2.0, "weight_gradient": 1.0}
-"""A forward pass, an input's gradient and weights' gradients that take equally long."""
-
-
-def deferred(sigma: float, latency: float, name: str, limit: int) -> float:
-    """The makespan relative to 1F1B's of four stages and 16 micro-batches, median over seeds."""
-    ratios, wire = [], Wire(latency=latency)
-    for seed in range(1000, 1040 if sigma else 1001):
-        times = jittered((4, 16), seed, sigma) if sigma else F_B_W
-        times = {**times, "weight_gradient": times["backward"] / 2}
-        static = run((4, 16), "1f1b", **times, wires=wire).makespan
-        ratios.append(run((4, 16), name, limit, **times, wires=wire).makespan / static)
-    return float(np.median(ratios))
-
-
-@pytest.mark.parametrize(
-    ("sigma", "latency", "twice", "once"),
-    [
-        (0, 0, 0.895, 0.895),
-        (0.3, 0, 0.802, 0.865),
-        (0.6, 0, 0.743, 0.86),
-        (1.0, 0, 0.715, 0.868),
-        (0, 0.5, 0.739, 0.803),
-        (0, 1, 0.647, 0.835),
-        (0, 2, 0.575, 0.876),
-    ],
-)
-def test_weight_gradients_fill_waits(
-    sigma: float, latency: float, twice: float, once: float
-) -> None:
-    """Ratios found first by another simulator: filling in 2P, and static ZB-H1 in P."""
-    filling = deferred(sigma, latency, "deferred", 8)
-    assert filling == pytest.approx(twice, abs=0.015)
-    assert deferred(sigma, latency, "zb-h1", 4) == pytest.approx(once, abs=0.015)
-    assert filling <= deferred(sigma, latency, "together", 8) - 0.06
-
-
-def test_weight_gradients_in_several_products_take_no_more_time_together() -> None:
-    kwargs = {**F_B_W, "in_flight": 8, "wires": Wire(latency=0.5)}
-    whole = run((4, 16), "deferred", **kwargs)
-    parts = run((4, 16), "deferred", products=5, **kwargs)
-    np.testing.assert_allclose(parts.busy, whole.busy)
-    assert parts.makespan <= whole.makespan + 1e-6
-    spans = [s for s in parts.spans if s.activity == "weight gradient"]
-    assert len(spans) == 5 * 4 * 16
-    assert all(s.end - s.start == pytest.approx(0.2) for s in spans)
-
-
-def test_a_schedule_that_does_not_defer_weight_gradients_makes_them_in_backward_passes() -> None:
-    assert not MessageDriven.defers_weight_gradients
-    assert run((3, 6), **F_B_W).spans == run((3, 6), forward=1.0, backward=2.0).spans
 
 
 @pytest.mark.parametrize(("slack", "bound"), [(1, 1.09), (2, 1.06)])
@@ -389,10 +308,6 @@ def test_a_ring_moves_every_byte_almost_twice() -> None:
         ({"forward": [1.0, 2.0]}, r"forward has shape \(2, 1\); give a number, 3 numbers"),
         ({"backward": np.ones((3, 5))}, r"backward has shape \(3, 5\)"),
         ({"wires": [Wire()]}, "1 wires for 3 stages"),
-        (
-            {"name": "zb-h1", "weight_gradient": 2.5},
-            "weight_gradient is longer than backward",
-        ),
     ],
 )
 def test_shapes_that_do_not_match_are_rejected(wrong: dict, message: str) -> None:

@@ -25,20 +25,20 @@ steps = st.integers(1, 500)
 
 
 @given(steps, steps, steps)
-def test_masks_change_from_its_beginning_to_before_its_end(begin, every, end):
-    assume(begin < end)
-    schedule = MaskSchedule(begin, every, end)
+def test_masks_change_from_its_start_to_before_its_end(start, every, end):
+    assume(start < end)
+    schedule = MaskSchedule(start, every, end)
     changes = [step for step in range(600) if schedule.changes_after(step)]
-    assert changes == list(range(begin, end, every))
+    assert changes == list(range(start, end, every))
     way = [schedule.progress(step) for step in range(600)]
     assert way == sorted(way)
-    assert (way[begin], way[end]) == (0, 1)
+    assert (way[start], way[end]) == (0, 1)
 
 
-@pytest.mark.parametrize(("begin", "end"), [(5, 5), (6, 5)])
-def test_it_ends_after_its_beginning(begin, end):
-    with pytest.raises(ValueError, match=r"draw_by, after 5 .*draw_after"):
-        MaskSchedule(begin, 1, end)
+@pytest.mark.parametrize(("start", "end"), [(5, 5), (6, 5)])
+def test_it_ends_after_its_start(start, end):
+    with pytest.raises(ValueError, match=r"end, after 5 .*start, after"):
+        MaskSchedule(start, 1, end)
 
 
 @given(st.floats(0.01, 0.99), st.lists(st.floats(0, 1), min_size=2))
@@ -96,10 +96,10 @@ def test_saliency_is_refused_with_the_reason_and_auto_does_without(model):
         MaskRule(0.5, "saliency").resolved(model, [sgd])
     model[0].weight.requires_grad_(False)
     adam = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match=r"frozen: 0\.weight.*prune"):
+    with pytest.raises(ValueError, match=r"frozen: 0\.weight.*which"):
         MaskRule(0.5, "saliency").resolved(model, [adam])
     assert MaskRule(0.5).resolved(model, [adam]).score == "magnitude"
-    dense = MaskRule(0.5, "saliency", prune={"0.weight": False})
+    dense = MaskRule(0.5, "saliency", which={"0.weight": False})
     assert dense.resolved(model, [adam]) == dense
 
 
@@ -124,7 +124,7 @@ def test_weights_that_were_not_trained_are_named(model):
 
 def test_nothing_to_prune_is_refused(model):
     with pytest.raises(ValueError, match="nothing to prune"):
-        MaskRule(0.5, prune={"*": False}).sizes(model)
+        MaskRule(0.5, which={"*": False}).sizes(model)
 
 
 @pytest.mark.parametrize("score", ["saliency", "magnitude", lambda weight, state: -weight])
@@ -135,7 +135,7 @@ def test_weights_that_are_stored_sparse_lose_what_is_left(model, score):
     sparsify(model, first, adam)
     rule = MaskRule(0.8, score, floor=0.1)
     seen = []
-    prune = replace(rule, prune=lambda name, weight: seen.append(weight.dim()) or weight.dim() > 1)
+    prune = replace(rule, which=lambda name, weight: seen.append(weight.dim()) or weight.dim() > 1)
     masks = prune.masks(model, [adam])
     assert set(seen) == {1, 2}
     assert sum(int(mask.sum()) for mask in masks.values()) == 16

@@ -89,7 +89,7 @@ def test_masks_of_torchs_pruning_are_a_ticket():
 
 def test_the_ticket_of_the_largest_weights():
     model = network()
-    ticket = Ticket.magnitude(model, 0.75, prune={"head": False})
+    ticket = Ticket.magnitude(model, 0.75, which={"head": False})
     assert ticket.layer_sparsity() == {"0.weight": 0.75}
     assert ticket.score == "magnitude"
     weight, mask = model[0].weight.detach().abs(), ticket.masks["0.weight"]
@@ -109,4 +109,4 @@ def test_a_random_ticket_keeps_as_much_of_each_weight():
     densities = [1 - sparsity for sparsity in ticket.layer_sparsity().values()]
     assert min(densities) - 0.1 < ticket.overlap(one) < max(densities) + 0.1
     with pytest.raises(ValueError, match=r"different weights.*2\.weight"):
-        ticket.overlap(Ticket.magnitude(network(), 0.5, prune={"head": False}))
+        ticket.overlap(Ticket.magnitude(network(), 0.5, which={"head": False}))

@@ -141,11 +141,7 @@ def grids_and_warnings() -> list[tuple[list[int], list[str]]]:
         callbacks = (
             []
             if epoch is None
-            else [
-                EarlyBirdTicket(
-                    0.5, method="early-bird", every="1 epoch", draw_by=f"{epoch} epochs"
-                )
-            ]
+            else [EarlyBirdTicket(0.5, every="1 epoch", draw_by=f"{epoch} epochs")]
         )
         run = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=callbacks)
         module = CountsStages()
@@ -166,4 +162,4 @@ def test_a_run_moves_in_the_epoch_after_the_draw_and_warns_if_there_was_none() -
         assert none == []
         assert len(words) == (1 if rank == 0 else 0)
         assert all("regrid=1 changed nothing" in text for text in words)
-        assert all("EarlyBirdTicket" in text for text in words)
+        assert all("GradualPruning" in text for text in words)

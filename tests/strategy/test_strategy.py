@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import subprocess
 from copy import deepcopy
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,9 +14,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, RankFailedError
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning, RankFailedError
 from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
-from tests.ranks import PATIENCE, run_ranks
+from tests.ranks import PATIENCE, run_ranks, warm_python
 
 
 class TwoBranches(Net):
@@ -97,7 +99,7 @@ class TwoOptimizers(Net):
         (LineSearch, {"g_inter": 2}, [], "LBFGS"),
         (TwoOptimizers, {"g_inter": 2}, [], "2 optimizers"),
         (Net, {"g_inter": 2, "balance": [2, 2]}, [], r"balance=\[2, 2\]"),
-        (Net, {"g_inter": 2}, [ModelPruning("l1_unstructured")], "EarlyBirdTicket"),
+        (Net, {"g_inter": 2}, [ModelPruning("l1_unstructured")], "GradualPruning"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused_before_any_rank_starts(
@@ -148,18 +150,15 @@ def test_restarts_of_ranks_that_the_call_does_not_start_are_warned_of() -> None:
         trainer(AxoSparseStrategy(restarts=1))
 
 
-def test_one_rank_starts_no_mpi() -> None:
-    import subprocess
-    import sys
-
-    code = (
+def test_one_rank_starts_no_mpi(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
         "import sys\n"
         "from tests.parity.cases import Net, fit, trainer\n"
         "from lightning_axosparse import AxoSparseStrategy\n"
         "fit(trainer(AxoSparseStrategy(g_inter=2, transport='loopback')), Net())\n"
         "assert 'mpi4py.MPI' not in sys.modules\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+    subprocess.run([*warm_python(), "train.py"], check=True, cwd=tmp_path, timeout=PATIENCE)
 
 
 def floats(metrics: dict[str, Any]) -> dict[str, float]:
@@ -197,7 +196,7 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
 
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
     L.seed_everything(0, verbose=False)
-    ticket = EarlyBirdTicket(0.75, method="early-bird", every="1 epoch", draw_by="2 epochs")
+    ticket = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
     run, module = trainer(AxoSparseStrategy(g_inter=2, regrid=1), 2, callbacks=[ticket]), Net()
     fit(run, module)
     assert isinstance(run.strategy, AxoSparseStrategy)
@@ -210,13 +209,13 @@ def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:
         assert weight.shape == mask.shape
         assert torch.equal(weight != 0, mask)
     L.seed_everything(0, verbose=False)
-    alone = EarlyBirdTicket(0.75, method="early-bird", every="1 epoch", draw_by="2 epochs")
+    alone = EarlyBirdTicket(0.75, every="1 epoch", draw_by="2 epochs")
     other = Net()
     fit(trainer(AxoSparseStrategy(), callbacks=[alone]), other)
     assert alone.ticket == ticket.ticket
     for name, weight in other.state_dict().items():
         assert torch.allclose(weight, module.state_dict()[name], atol=1e-6)
-    adopted = EarlyBirdTicket(ticket=ticket.ticket)
+    adopted = GradualPruning(ticket=ticket.ticket)
     third = Net()
     fit(trainer(AxoSparseStrategy(), callbacks=[adopted]), third)
     masks = ticket.ticket.masks
@@ -253,10 +252,9 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
         L.seed_everything(0, verbose=False)
         ticket = EarlyBirdTicket(
             0.75,
-            method="early-bird",
             every="1 epoch",
             draw_by="2 epochs",
-            prune={"model.5.*": False},
+            which={"model.5.*": False},
         )
         module = MadeLater()
         run = trainer(strategy, devices, callbacks=[ticket], precision="64-true")
@@ -270,7 +268,7 @@ def test_layers_made_in_configure_model_are_dealt_pruned_and_brought_home() -> N
 
 
 def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
-    wrong = EarlyBirdTicket(prune={"no.such": False})
+    wrong = GradualPruning(which={"no.such": False})
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(trainer(AxoSparseStrategy(), callbacks=[wrong]), MadeLater())
     loopback = AxoSparseStrategy(g_inter=8, transport="loopback")
@@ -280,7 +278,7 @@ def test_what_configure_model_makes_is_refused_once_it_is_there() -> None:
 
 def test_a_ticket_that_cannot_be_is_refused_before_any_rank_starts() -> None:
     run = trainer(
-        AxoSparseStrategy(g_inter=2), 2, callbacks=[EarlyBirdTicket(prune={"no.such": False})]
+        AxoSparseStrategy(g_inter=2), 2, callbacks=[GradualPruning(which={"no.such": False})]
     )
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(run, Net())

@@ -25,23 +25,10 @@ from lightning_axosparse.strategy.validation import (
     validate_optimizers,
     validate_world_size,
 )
-from lightning_axosparse.support.trace import clock
 from tests.parity.cases import Net, loader
 from tests.parity.cases import fit as fit_net
 from tests.parity.cases import trainer as net_trainer
 from tests.strategy.compat.harness import CutStrategy, alone
-
-
-class OwnBackward(Net):
-    def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
-
-
-@pytest.mark.parametrize("options", [{"schedule": "deferred"}, {"schedule": "cooldown"}])
-def test_a_module_that_overrides_backward_cannot_defer(options: dict[str, Any]) -> None:
-    strategy = AxoSparseStrategy(g_inter=2, transport="loopback", **options)
-    with pytest.raises(MisconfigurationException, match="OwnBackward overrides `backward`"):
-        fit_net(net_trainer(strategy), OwnBackward())
 
 
 class Fetches(Net):
@@ -61,24 +48,6 @@ def test_a_step_that_fetches_its_batches_is_refused_in_a_pipeline() -> None:
     fit_net(net_trainer(AxoSparseStrategy(**grid), max_epochs=1), module)
 
 
-@pytest.mark.parametrize(
-    ("options", "defers"),
-    [
-        ({}, False),
-        ({"schedule": "deferred"}, True),
-        ({"schedule": "cooldown"}, True),
-        ({"schedule": "together"}, False),
-        ({"g_inter": 1, "schedule": "deferred"}, True),
-        ({"schedule": "1f1b"}, False),
-    ],
-)
-def test_what_defers_weight_gradients(options: dict[str, Any], defers: bool) -> None:
-    strategy = AxoSparseStrategy(**{"g_inter": 2, "transport": "loopback", **options})
-    clock.totals.clear()
-    fit_net(net_trainer(strategy, max_epochs=1), Net())
-    assert (clock.totals["weight gradient"] > 0) == defers
-
-
 def test_manual_optimization() -> None:
     module = BoringModel()
     validate_module(module)
@@ -90,7 +59,7 @@ def test_manual_optimization() -> None:
 @pytest.mark.parametrize(
     ("callback", "instead"),
     [
-        (ModelPruning("l1_unstructured"), "EarlyBirdTicket"),
+        (ModelPruning("l1_unstructured"), "GradualPruning"),
         (BatchSizeFinder(), "micro-batch"),
     ],
 )

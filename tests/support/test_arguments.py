@@ -22,6 +22,7 @@ from lightning_axosparse import (
     ChannelTicket,
     EarlyBirdChannels,
     EarlyBirdTicket,
+    GradualPruning,
     PipelineTimeline,
     Ticket,
     densify,
@@ -160,13 +161,26 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "distance": NO_WORD,
             "threshold": [0, *NO_FRACTION],
             "window": [None, 1, *NO_COUNT],
-            "method": [*NO_WORD, "RigL"],
             "every": [None, *NO_WHEN],
-            "draw_after": NO_WHEN,
             "draw_by": NO_WHEN,
             "score": [None, True, 1, "lamp", "", []],
             "floor": NO_FRACTION,
-            "prune": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
+            "which": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
+            "ticket": NO_TEXT,
+            "compute": NO_WORD,
+        },
+    ),
+    (
+        GradualPruning,
+        MisconfigurationException,
+        {
+            "pruning_ratio": [0, 0.0, 1, 1.0, *NO_FRACTION],
+            "start": [None, "1 epoch", *NO_WHEN],
+            "end": [None, "1 epoch", *NO_WHEN],
+            "every": [None, "1 epoch", *NO_WHEN],
+            "score": [None, True, 1, "lamp", "", []],
+            "floor": NO_FRACTION,
+            "which": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
             "ticket": NO_TEXT,
             "compute": NO_WORD,
         },
@@ -180,7 +194,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "floor": NO_FRACTION,
             "network": NO_TEXT,
             "every": [None, *NO_WHEN],
-            "draw_after": NO_WHEN,
             "draw_by": NO_WHEN,
             "distance": NO_WORD,
             "threshold": [0, *NO_FRACTION],
@@ -361,6 +374,7 @@ def test_every_public_name_is_among_them() -> None:
         AxoSparseStrategy,
         EarlyBirdChannels,
         EarlyBirdTicket,
+        GradualPruning,
         PipelineTimeline,
     ],
 )
@@ -393,7 +407,7 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
         draw_by=np.float32(0.5),
     )
     assert callback.pruning_ratio == pytest.approx(0.8)
-    EarlyBirdTicket(pruning_ratio=np.float64(0.5), threshold=1, prune={"a": np.bool_(False)})
+    EarlyBirdTicket(pruning_ratio=np.float64(0.5), threshold=1, which={"a": np.bool_(False)})
     assert PipelineTimeline(np.int64(2), folder=tmp_path).folder == tmp_path
     kept = Ticket(
         MASKS, np.float64(0.5), step=np.int64(1), distances={np.int64(1): np.float32(0.25)}
@@ -405,7 +419,8 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
 def test_numbers_of_any_size_are_taken_at_once() -> None:
     for value in (10**9, 2**31 - 1):
         AxoSparseStrategy(g_inter=value, microbatches=value, in_flight=value, recompute=value)
-        EarlyBirdTicket(window=value, every=value, draw_after=value - 1, draw_by=value)
+        EarlyBirdTicket(window=value, every=value, draw_by=value)
+        GradualPruning(start=value - 1, end=value, every=value)
     with pytest.raises(MisconfigurationException, match=r"regrid=7 .*g_inter=1000000000"):
         AxoSparseStrategy(g_inter=10**9, regrid=7)
 

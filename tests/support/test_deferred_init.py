@@ -292,5 +292,5 @@ def test_weights_of_a_file_are_loaded(tmp_path: Path, mapped: bool, weights_only
 def test_storing_sparse_before_there_are_values_says_where_to_do_it() -> None:
     with DeferredInit():
         module = nn.Linear(4, 3)
-        with pytest.raises(ValueError, match=r"configure_model.*EarlyBirdTicket\(ticket="):
+        with pytest.raises(ValueError, match=r"configure_model.*GradualPruning\(ticket="):
             sparsify(module, {"weight": torch.eye(3, 4) > 0})

@@ -37,10 +37,9 @@ WITHOUT_LINK = {
     ("pipeline/crossing/message.py", "NotImplementedError"): "of a base class",
     ("pipeline/stage_step.py", "NotImplementedError"): "of a base class",
     ("pipeline/stage_forward.py", "StageEdge("): "ends a step at the edge of a stage",
-    ("pipeline/whole_batch.py", "_FirstLayer("): "ends a step at its first layer",
-    ("pipeline/whole_batch.py", "RunAgain("): "caught: the batch runs again",
+    ("pipeline/step_front.py", "_FirstLayer("): "ends a step at its first layer",
+    ("pipeline/step_end.py", "RunAgain("): "caught: the batch runs again",
     ("pipeline/loss/by_parts.py", "FirstRead"): "caught: the batch runs again",
-    ("pipeline/loss/separable.py", "InexactError("): "caught: part of a message with a link",
     ("support/object_trees.py", "CannotPickle("): "caught: part of a message with a link",
     ("pruning/rule.py", 'ValueError("it has no second moment'): "part of a message with a link",
     ("checkpoint/atomic_io.py", "OSError('; '.join"): "part of a message with a link",
@@ -51,7 +50,7 @@ WITHOUT_LINK = {
     ("cli/sweep.py", "SystemExit(1)"): "the table that was printed",
     # They pass on a message, which has a link if it is one of this package.
     ("cli/__init__.py", "SystemExit(str(error))"): "",
-    ("callbacks/ticket_search.py", "MisconfigurationException(str(error))"): "",
+    ("callbacks/ticket_callback.py", "MisconfigurationException(str(error))"): "",
     ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
     ("strategy/launcher/launcher.py", "_RankLost("): "",
     ("strategy/launcher/launcher.py", "error"): "",
@@ -59,7 +58,6 @@ WITHOUT_LINK = {
     ("strategy/step/learning.py", "self.warn(text)"): "",
     ("strategy/step/learning.py", "rank_zero_warn(text)"): "",
     ("strategy/step/train_step.py", "self._learner.warn(text)"): "",
-    ("support/messages.py", "rank_zero.rank_zero_warn(text"): "",
     ("support/archive.py", "error.__context__"): "",
 }
 """File and start of what is raised or warned of -> why it does not end with a link."""
@@ -107,7 +105,7 @@ def messages() -> list[tuple[str, ast.expr]]:
 
 def test_every_message_says_where_it_is_explained() -> None:
     linked, unused, without = linked_names(), set(WITHOUT_LINK), []
-    assert {"see", "CorruptFileError", "_endless", "_misuse"} <= linked
+    assert {"see", "CorruptFileError", "endless", "_misuse"} <= linked
     assert len(messages()) > 200
     for file, raised in messages():
         if names(raised) & linked:

@@ -69,6 +69,8 @@ def _run(argv: list[str]) -> int:
             sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
             runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
@@ -117,7 +119,7 @@ def _end_with_stub(line: int) -> None:
 
 
 if __name__ == "__main__":
-    from tests.ranks import WARM_PYTHON, without_transformers
+    from tests.ranks import WARM_PYTHON, without_external_callbacks, without_transformers
 
     without_transformers()
     import torchmetrics  # noqa: F401
@@ -129,8 +131,13 @@ if __name__ == "__main__":
 
     import lightning_axosparse.strategy.launcher.worker
     import lightning_axosparse.strategy.strategy  # noqa: F401
+    from lightning_axosparse.sparse.cpu.products import load_loops
     from lightning_axosparse.strategy.launcher import fork_server
 
+    with open(__file__) as file:  # One server compiles them, the others find them in the cache.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        load_loops()
+    without_external_callbacks()
     fork_server.prepare = lambda: None
     fork_server.COLD = (*WARM_PYTHON, "-m")
     gc.collect()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_axosparse.callbacks.ticket_search import Period
+from lightning_axosparse.callbacks.ticket_callback import Period
 from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.support.files import replacing
 from lightning_axosparse.support.trace import PASSES, Activity

@@ -28,7 +28,11 @@ from lightning_axosparse.callbacks.report.facts import (
     ValidationLoss,
     Work,
 )
-from lightning_axosparse.callbacks.ticket_search import Period, period_of, search_of
+from lightning_axosparse.callbacks.ticket_callback import (
+    Period,
+    period_of,
+    ticket_callback_of,
+)
 from lightning_axosparse.callbacks.timeline import PipelineTimeline, folder_of, grid_of
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
@@ -188,12 +192,12 @@ class TrainingReport(L.Callback):
         self.facts.regrid = _regridded(trainer)
         self.facts.parameters = self._parameters
         self.facts.about = _about(trainer, pl_module)
-        search = search_of(trainer)
-        if search is not None:
-            self.facts.distances = dict(search.distances)
-            self.facts.threshold = search.threshold
-            if search.ticket is not None:
-                self.facts.draw = _draw(search.ticket, measured.work)
+        pruning = ticket_callback_of(trainer)
+        if pruning is not None:
+            self.facts.distances = dict(pruning.distances)
+            self.facts.threshold = pruning.search.threshold if pruning.search else None
+            if pruning.ticket is not None:
+                self.facts.draw = _draw(pruning.ticket, measured.work)
         plots = self._write(trainer)
         folder = folder_of(trainer, self.folder)
         log_pictures(trainer.loggers, folder, plots, trainer.global_step)
@@ -216,8 +220,8 @@ class TrainingReport(L.Callback):
         folder = folder_of(trainer, self.folder)
         timelines = (c for c in callbacks_of(trainer) if isinstance(c, PipelineTimeline))
         steps = [step for timeline in timelines for step in timeline.steps]
-        search = search_of(trainer)
-        ticket = None if search is None else search.ticket
+        pruning = ticket_callback_of(trainer)
+        ticket = None if pruning is None else pruning.ticket
         if ticket is not None:
             ticket.save(folder / "ticket.pt")
         self.facts.save(folder / "report.json")
@@ -275,9 +279,9 @@ def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> Ticket
 def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
     """Log the bytes of the model state over all ranks, and what each pruned layer keeps."""
     metrics: dict[str, float] = {"state_bytes": sum(all_gather(state_bytes, dist.group.WORLD))}
-    search = search_of(trainer)
-    if search is not None and search.ticket is not None:
-        pruned = search.ticket.layer_sparsity().items()
+    pruning = ticket_callback_of(trainer)
+    if pruning is not None and pruning.ticket is not None:
+        pruned = pruning.ticket.layer_sparsity().items()
         metrics |= {f"density/{name}": 1 - fraction for name, fraction in pruned}
     _log(trainer, metrics)
 

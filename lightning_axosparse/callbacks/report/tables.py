@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
-from lightning_axosparse.callbacks.ticket_search import Period
+from lightning_axosparse.callbacks.ticket_callback import Period
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from mpi4py import MPI
 from torch import Tensor
 
@@ -37,7 +38,6 @@ from lightning_axosparse.distributed.mpi.shared_memory import (
 )
 from lightning_axosparse.distributed.mpi.work import raw
 from lightning_axosparse.distributed.rank_status import BackOff, blocked, this_rank
-from lightning_axosparse.support.messages import rank_zero_info
 
 _ENVELOPE_BYTES = 4096
 _INLINE_BYTES = 2048

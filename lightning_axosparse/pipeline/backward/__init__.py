@@ -1,1 +1,1 @@
-"""Backward passes: activations computed again, weight gradients that wait, gradient hooks."""
+"""Backward passes: activations computed again, gradient hooks."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.batch_layout import arrays
 from lightning_axosparse.pipeline.crossing.message import Activation, Gradients, Message, relink
 from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
 from lightning_axosparse.pipeline.joining import Axis, axes, keyed_values
-from lightning_axosparse.pipeline.loss.separable import InexactError, Note, SampleTracker
+from lightning_axosparse.pipeline.loss.operators import Note, Total
+from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_forward import Visit
@@ -68,12 +68,11 @@ class FollowedLosses:
         self._batch, self._tracker, self._stage = batch, tracker, stage
         self.weights = LossWeights(batch.sizes, may_guess)
         self.losses: list[Tensor] = []
-        self._programs: dict[int, int] = {}
-        self._may_guess = may_guess
         self.functions: set[int] = set()
-        leaves = object_leaves(batch.whole.batch, (int, float, str, np.ndarray))
-        self._has_numbers = bool(leaves)
-        self._layout = [leaf.shape for _, leaf in arrays(batch.whole.batch)]
+        self._ways: dict[int, int] = {}
+        leaves = object_leaves(batch.whole.batch, (Tensor, int, float, str, np.ndarray))
+        self._wholes = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._has_numbers = len(self._wholes) < len(leaves)
 
     def begin_batch(self, given: Any, part: MicroBatch, received: Activation) -> None:
         """Take in the micro-batch whose run begins, and what it received."""
@@ -81,23 +80,20 @@ class FollowedLosses:
         for _, value in keyed_values(received):
             if isinstance(value, Tensor):
                 self._tracker.add(value, self._by_shape(value))
-        total = self._batch.whole.size
-        for (_, leaf), whole in zip(arrays(given), self._layout, strict=False):
-            if isinstance(leaf, Tensor):
-                found = axes(whole, leaf.shape, total, part.size)
-                same = leaf.shape == whole and len(self._batch.microbatches) > 1
-                self._tracker.add(leaf, "alike" if same else found[0] if found else None)
-        numbers = (object_leaves(each, Tensor) for each in (self._batch.whole.batch, given))
-        for whole, own in zip(*numbers, strict=False):
-            if not whole.dim() and torch.equal(whole, own):
-                self._tracker.add(own, "alike")
+        for whole, own in zip(self._wholes, object_leaves(given, Tensor), strict=False):
+            if own.shape == whole.shape and len(self._batch.microbatches) > 1:
+                is_alike = own.dim() > 0 or torch.equal(whole, own)
+                self._tracker.add(own, "alike" if is_alike else None)
+            else:
+                found = axes(whole.shape, own.shape, self._batch.whole.size, part.size)
+                self._tracker.add(own, found[0] if found else None)
 
-    def follow_output(self, output: Any, key: Any = "output") -> None:
+    def follow_output(self, output: Any) -> None:
         """Take in what the last layer gives; what was called before it is seen in that."""
         self._tracker.begin_end()
         known = self._batch.layouts.known
         for leaf, tensor in enumerate(object_leaves(output, Tensor)):
-            self._tracker.add(tensor, known.get((key, leaf), self._by_shape(tensor)))
+            self._tracker.add(tensor, known.get(("output", leaf), self._by_shape(tensor)))
 
     def follow_layer(self, output: Any) -> None:
         """Take in what another layer gives."""
@@ -110,19 +106,15 @@ class FollowedLosses:
 
     def add(self, output: Any, part: MicroBatch) -> None:
         """Take in what the step has returned for a micro-batch."""
-        loss = loss_of(output)
-        tracker = self._tracker
-        self.losses.append(loss)
-        self.weights.add(loss, tracker.of_tensor(loss), tracker.reason(loss))
-        self.functions.add(tracker.program if self._has_numbers else tracker.functions)
-        votes = self._programs.setdefault(0, tracker.votes)
-        program = self._programs.setdefault(part.size, tracker.program)
-        if (votes, program) != (tracker.votes, tracker.program) and not self._may_guess:
-            self.fail("micro-batches compute it in different ways")
-
-    def fail(self, problem: str) -> None:
-        """Say why the losses do not make up that of the batch."""
-        self.weights.problem = self.weights.problem or problem
+        self.losses.append(loss_of(output))
+        functions, program = self._tracker.functions, self._tracker.program
+        note = self._tracker.of_tensor(self.losses[-1])
+        self.weights.add(note)
+        kind = note.kind if isinstance(note, Total) else None
+        self.functions.add(hash((program if self._has_numbers else functions, kind)))
+        ways = {0: functions, part.size: program}  # Numbers may follow from the samples.
+        if any(self._ways.setdefault(size, way) != way for size, way in ways.items()):
+            self.weights.fail("micro-batches compute it in different ways")
 
 
 class PartedStageStep(TrainingStageStep):
@@ -169,18 +161,15 @@ class PartedStageStep(TrainingStageStep):
             visit.ends_behind_layers, visit.behind_layers = False, followed.follow_output
             visit.behind_layer = followed.follow_layer
             visit.sent = visit.sent if self._keeps else None
-            with self._log.of_part(self._tracker.of_tensor):
+            with self._log.of_part(self._tracker.of_tensor), self._measured(visit):
                 output = self._run_step(visit, part, [self._tracker])
             followed.add(output, part)
             self.returns_mapping = isinstance(output, Mapping)
             if self._log.part_has_others(output) and not self._keeps:
                 self.again = "has others"
-        except (FirstRead, InexactError) as error:
+        except FirstRead:
             followed.losses.append(Tensor())
-            if isinstance(error, InexactError):
-                followed.fail(str(error))
-            else:
-                self.again = "reads"
+            self.again = "reads"
         if visit is not None and visit.sent_here is not None:
             self.activations.append(relink(visit.sent_here)[1].content)
         return Activation()

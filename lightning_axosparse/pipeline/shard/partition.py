@@ -61,21 +61,23 @@ def called_in_order(module: nn.Module, layers: Mapping[str, str], example: Examp
     """The order in which a call calls layers.
 
     A copy of the module, of fake tensors, is called. What it raises when it has called the layers,
-    as a loss may that needs values, does not matter.
+    as a loss may that needs values, does not matter. Where it raises before it has called some
+    container, as torch's check for a causal mask does, a copy with values is called.
 
     Returns:
         All layers of the containers that are called at all, but for those without tensors of which
-        there is not one call; an empty list where another one is not called once.
+        there is not one call; an empty list where another one is not called once, or where it is
+        not known whether a container is called.
     """
-    calls: list[str] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # What the copy warns of, the module will warn of.
-        try:
-            _call(module, layers, example, calls)
-        except Exception:  # The user's code may raise anything where it needs values.
-            _log.debug("A call without values ended after %d layers", len(calls), exc_info=True)
+    calls = list[str]()
+    for with_values in (False, True):
+        ended, calls = _calls(module, layers, example, with_values)
+        containers = {layers[name] for name in calls}
+        if ended or containers == {*layers.values()}:
+            break
+    else:
+        return []
     times = Counter(calls)
-    containers = {layers[name] for name in calls}
     wanted = [
         name
         for name, container in layers.items()
@@ -85,26 +87,49 @@ def called_in_order(module: nn.Module, layers: Mapping[str, str], example: Examp
     return called if sorted(called) == sorted(wanted) else []
 
 
-def _call(module: nn.Module, layers: Mapping[str, str], example: Example, calls: list[str]) -> None:
-    """Append to ``calls`` the layers that the example calls, in order."""
-    mode = fake_mode()
-    tensors = chain(module.parameters(), module.buffers())
-    copied = copy.deepcopy(module, {id(each): mode.from_tensor(each) for each in tensors})
-    for name in layers:
-        copied.get_submodule(name).register_forward_pre_hook(
-            lambda *_, name=name: calls.append(name)
-        )
-    for name in ("log", "log_dict"):
-        setattr(copied, name, lambda *_, **__: None)
-    args, kwargs = tree_map_only(Tensor, mode.from_tensor, (example.args, dict(example.kwargs)))
-    # Compiled layers would be compiled for fake tensors. What this imports must not see the mode.
-    with torch.compiler.set_stance("force_eager"), mode, example.context():
-        getattr(copied, example.method)(*args, **kwargs)
+def _calls(
+    module: nn.Module, layers: Mapping[str, str], example: Example, with_values: bool
+) -> tuple[bool, list[str]]:
+    """Whether the example ends without an error, and the layers that it calls, in order."""
+    calls: list[str] = []
+    tensors = list(chain(module.parameters(), module.buffers()))
+    if with_values and any(tensor.is_meta for tensor in tensors):
+        return False, calls
+    mode = None if with_values else fake_mode()
+    arguments: Any = example.args, dict(example.kwargs)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng([]), torch.no_grad():
+            warnings.simplefilter("ignore")  # What the copy warns of, the module will warn of.
+            memo = {} if mode is None else {id(each): mode.from_tensor(each) for each in tensors}
+            copied = copy.deepcopy(module, memo)
+            for name in layers:
+                copied.get_submodule(name).register_forward_pre_hook(
+                    lambda *_, name=name: calls.append(name)
+                )
+            for name in ("log", "log_dict"):
+                setattr(copied, name, lambda *_, **__: None)
+            if mode is not None:
+                arguments = tree_map_only(Tensor, mode.from_tensor, arguments)
+            # Compiled layers would be compiled for fake tensors. What this imports must not see
+            # the mode.
+            with torch.compiler.set_stance("force_eager"), mode or nullcontext(), example.context():
+                getattr(copied, example.method)(*arguments[0], **arguments[1])
+    except Exception:  # The user's code may raise anything.
+        _log.debug("A call ended after %d layers", len(calls), exc_info=True)
+        return False, calls
+    return True, calls
 
 
 def _has_tensors(module: nn.Module, name: str) -> bool:
     layer = module.get_submodule(name)
     return any(True for _ in chain(layer.parameters(), layer.buffers()))
+
+
+def _has_state(layer: nn.Module) -> bool:
+    """Whether a layer has tensors or hooks, so that it cannot be on several stages."""
+    parts = list(layer.modules())
+    hooks = (part._forward_hooks or part._forward_pre_hooks for part in parts)
+    return any(hooks) or any(True for _ in chain(layer.parameters(), layer.buffers()))
 
 
 class Partition(NamedTuple):
@@ -226,10 +251,12 @@ def find_layers(
             + see("layers")
         )
     layers = {name: layer for name, _, layer in found}
-    if len(set(layers.values())) < len(found):
+    times = Counter(layer for _, _, layer in found)
+    if len(layers) < len(found) or any(n > 1 and _has_state(each) for each, n in times.items()):
         raise MisconfigurationException(
-            f"{where} holds one layer object several times. Stages own whole layers, so give each "
-            "position its own layer; parameters may be shared between them." + see("layers")
+            f"{where} holds one layer object several times, with parameters, buffers or hooks. "
+            "Stages own whole layers, so give each position its own layer; parameters may be "
+            "shared between them." + see("layers")
         )
     chooses = given is None and len(paths) > 1
     if chooses or any(name.count(".") > path.count(".") + 1 for name, path, _ in found):

@@ -41,7 +41,7 @@ def leave_sharded(module: nn.Module, freed: Mapping[Tensor, Tensor]) -> None:
     """
     for tensor, meta in freed.items():
         _to_meta(tensor, meta.shape)
-    take(module)
+    mark_whole(module)
     _refuse(module)
 
 
@@ -50,24 +50,24 @@ def is_left_sharded(module: nn.Module) -> bool:
     return module in _left
 
 
-def take(module: nn.Module) -> None:
+def mark_whole(module: nn.Module) -> None:
     """Let a module no longer be known as sharded."""
     for hook in _left.pop(module, ()):
         hook.remove()
 
 
-def everything(module: nn.Module) -> dict[str, Tensor]:
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The parameters and buffers of a module, by name."""
     return dict(chain(module.named_parameters(), module.named_buffers()))
 
 
-def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
+def gather_tensors(module: nn.Module, wanted: Collection[str]) -> list[str]:
     """Give this rank the tensors of a sharded module that it wants; collective over the job.
 
     Returns:
         The names of those that this rank did not have.
     """
-    tensors = everything(module)
+    tensors = all_tensors(module)
     missing = [name for name in tensors if name in wanted and tensors[name].is_meta]
     held = {name for name, tensor in tensors.items() if not tensor.is_meta}
     everyone = all_gather((held, frozenset(missing)), dist.group.WORLD)
@@ -81,7 +81,7 @@ def bring(module: nn.Module, wanted: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
+def full_module(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
     """Have all of a module inside the context; where it is left sharded, collective over the job.
 
     Args:
@@ -91,9 +91,9 @@ def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
     if not is_left_sharded(module):
         yield
         return
-    tensors = everything(module)
+    tensors = all_tensors(module)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    brought = bring(module, tensors if on_this_rank else ())
+    brought = gather_tensors(module, tensors if on_this_rank else ())
     try:
         with in_parts(module) if on_this_rank else nullcontext():
             yield
@@ -108,7 +108,7 @@ def summoned(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
 def in_parts(module: nn.Module) -> Iterator[None]:
     """Let ``state_dict`` of a module that is left sharded return what is there, in the context."""
     left = is_left_sharded(module)
-    take(module)
+    mark_whole(module)
     try:
         yield
     finally:

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import numba
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils, event
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic, models, register_model
-
-from lightning_axosparse.support.messages import rank_zero_info
 
 _FLOAT = ir.FloatType()
 _INDEX = ir.IntType(32)

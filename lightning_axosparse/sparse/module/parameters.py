@@ -120,7 +120,7 @@ def validate_made(name: str, parameter: nn.Parameter) -> None:
     if parameter.untyped_storage().device.type == "meta" and not parameter.is_meta:
         raise ValueError(
             f"'{name}' cannot be stored sparse in `configure_model`, where it has no values yet. "
-            "Give the ticket to the callback, EarlyBirdTicket(ticket=...): each rank then stores "
+            "Give the ticket to the callback, GradualPruning(ticket=...): each rank then stores "
             "its weights sparse as it makes them." + see("layers-made-later")
         )
 

@@ -212,20 +212,6 @@ def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -
     module.__class__ = _sparse_class(dense_class, tuple(stored))
 
 
-def kept_product(module: nn.Module) -> linear.KeptProduct | None:
-    """Return how a layer multiplies by its kept values.
-
-    Returns:
-        None if the layer is dense, or reads its weight.
-    """
-    if not isinstance(module, SparseModule):
-        return None
-    by_rows = linear.rows_are_outputs(_dense_class(module))
-    if by_rows is None or tuple(module._stored) != ("weight",):
-        return None
-    return linear.KeptProduct(*module._stored["weight"], by_rows)
-
-
 def validate_class(module: nn.Module) -> None:
     """Check that a module has not got another class since it is stored sparse.
 

@@ -139,7 +139,7 @@ def multiplied(
     if operands is None:
         return None
     inputs, bias, _ = operands
-    product = KeptProduct(layout, form, by_rows)
+    product = _KeptProduct(layout, form, by_rows)
     if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
         return product.forward(inputs, values, bias)
     output: Tensor = _LayerProduct.apply(inputs, values, bias, product)  # type: ignore[no-untyped-call]
@@ -159,7 +159,7 @@ def rows_are_outputs(dense_class: type[nn.Module]) -> bool | None:
     return _ROWS_ARE_OUTPUTS.get((forward.__module__, forward.__qualname__))
 
 
-class KeptProduct(NamedTuple):
+class _KeptProduct(NamedTuple):
     """The product of the first path, and its gradients.
 
     Attributes:
@@ -171,13 +171,6 @@ class KeptProduct(NamedTuple):
     layout: Layout
     form: DenseForm
     by_rows: bool
-
-    def operands(
-        self, x: Tensor, values: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        """Return inputs, kept values and bias as autocast casts them; None: the dense path."""
-        operands = eligible(x, bias, values, self.layout.shape, self.form.dtype, self.by_rows)
-        return None if operands is None else (operands.inputs, values, operands.bias)
 
     def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by the kept values, and add the bias."""
@@ -247,7 +240,7 @@ class _LayerProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, values: Tensor, bias: Tensor | None, product: KeptProduct
+        ctx: Any, inputs: Tensor, values: Tensor, bias: Tensor | None, product: _KeptProduct
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Not saved as activations are, which may be offloaded: the parameter stays anyway.

@@ -14,14 +14,11 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     StochasticWeightAveraging,
-    ThroughputMonitor,
     WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.loops import fit_loop
 from lightning.pytorch.trainer.call import _call_teardown_hook
-from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from torch import nn
@@ -30,7 +27,6 @@ from torch.optim.swa_utils import AveragedModel
 from typing_extensions import override
 
 from lightning_axosparse.strategy.compat.internals import callbacks_of
-from lightning_axosparse.support.messages import rank_zero_info
 from lightning_axosparse.support.patched import patched
 
 
@@ -41,11 +37,6 @@ def parameters_told_apart_by_identity() -> AbstractContextManager[None]:
     parameters of the same values, such as the zeros of two biases, for one.
     """
     return patched(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in_optimizer))
-
-
-def end_told_beside_bars() -> AbstractContextManager[None]:
-    """Inside the context, Lightning's line on why `fit` stopped stands outside progress bars."""
-    return patched(fit_loop, "rank_zero_info", rank_zero_info)
 
 
 def _not_in_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
@@ -68,21 +59,6 @@ def without_writing(trainer: Trainer) -> Iterator[None]:
 
 def _write_nothing(*args: Any, **kwargs: Any) -> None:
     """Another stage writes it."""
-
-
-def count_replicas(trainer: pl.Trainer, replicas: int) -> None:
-    """Let the monitors of a Trainer know how many ranks are given different batches.
-
-    Their samples per second are then those of the job, and "device" is a replica: what it computes
-    of the FLOPs that its stages could.
-    """
-    for callback in callbacks_of(trainer):
-        if isinstance(callback, ThroughputMonitor):
-            of_device = callback.available_flops
-            of_replica = of_device and of_device * (trainer.world_size // replicas)
-            for throughput in callback._throughputs.values():
-                throughput.world_size = replicas
-                throughput.available_flops = of_replica
 
 
 def validating_together(trainer: Trainer) -> AbstractContextManager[None]:
@@ -181,11 +157,3 @@ def broadcasting_nothing(trainer: pl.Trainer) -> AbstractContextManager[None]:
 
 def _own_value(value: Any, src: int = 0) -> Any:
     return value
-
-
-def sync_advice_silenced() -> AbstractContextManager[None]:
-    """Silence Lightning's advice to use ``sync_dist=True``, where there is one data-parallel rank.
-
-    Lightning takes the stages of a pipeline, which log the same values, for replicas.
-    """
-    return patched(result, "_distributed_is_initialized", lambda: False)

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import copy
-import gc
 import logging
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from types import FunctionType, ModuleType
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn, has_iterable_dataset
 from lightning.pytorch.utilities._pytree import tree_unflatten
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_axosparse.distributed.process_groups import broadcast
@@ -33,6 +28,7 @@ from lightning_axosparse.strategy.compat.internals import (
     random_states,
     set_random_states,
 )
+from lightning_axosparse.support.object_trees import put_together, take_apart
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +45,8 @@ _STEPS = {
 }
 _FEW = 2
 """Samples of a batch that shows how a step runs: batch norms need two."""
-_LEFT_ALONE = (type, ModuleType, Tensor, np.ndarray, pl.Trainer, str, bytes, int, float)
-_MOST_OBJECTS, _LONGEST_CONTAINER = 10_000, 1_000
+_SHARED = (Tensor, np.ndarray, nn.Module, pl.Trainer)
+"""Types of what a copied dataset has in common with its original."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +92,8 @@ def first_step(trainer: pl.Trainer) -> Example | None:
     """The first step of a run that starts, on a few samples of its loader.
 
     The loader is asked for, but not iterated, and no worker starts. The random states of torch,
-    numpy and Python are restored, as are the generators and attributes of datasets and collate
-    functions. An iterable dataset is copied, and a list of batches has a first one.
+    numpy and Python are restored; datasets and collate functions are copied, with the generators
+    that they draw from. A list of batches has a first one.
 
     Args:
         trainer: the Trainer, which has not made its loaders yet.
@@ -108,7 +104,7 @@ def first_step(trainer: pl.Trainer) -> Example | None:
     loop: Any = trainer._active_loop
     if loop is None or loop._data_source.instance is None:
         return None
-    with isolate_rng(), _unchanged([loop._data_source.instance]):
+    with isolate_rng():
         try:
             return _step_of(trainer, loop._data_source.dataloader())
         except Exception:  # of the user's code; the run will show it
@@ -121,9 +117,8 @@ def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
     if not isinstance(loaders, CombinedLoader):
         loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.training else "sequential")
     origin = _of(trainer, loaders, 0)
-    with _unchanged([*origin.loaders, *_changing_hooks(trainer)]):
-        batch = origin.combine([_first_batch(loader) for loader in origin.loaders])
-        batch = _transferred(trainer, batch)
+    batch = origin.combine([_first_batch(loader) for loader in origin.loaders])
+    batch = _transferred(trainer, batch)
     name = _STEPS[origin.name]
     step = getattr(trainer.lightning_module, name)
     numbers = int(is_param_in_hook_signature(step, "batch_idx", min_args=2))
@@ -175,16 +170,18 @@ def _first_batch(loader: Any) -> Any:
     """A batch that repeats a loader's first sample, or the first of a list of batches."""
     if hasattr(loader, "__getitem__"):  # a list or tensor of batches
         return copy.deepcopy(loader[0])
-    dataset, is_batched = loader.dataset, loader.batch_sampler is not None
+    own = loader.dataset, loader.collate_fn
+    dataset, collate = put_together(*take_apart(own, _SHARED))
+    is_batched = loader.batch_sampler is not None
     if has_iterable_dataset(loader):
-        sample = next(iter(copy.deepcopy(dataset)))
+        sample = next(iter(dataset))
     elif is_batched and getattr(dataset, "__getitems__", None):
-        return loader.collate_fn(dataset.__getitems__([0] * _FEW))
+        return collate(dataset.__getitems__([0] * _FEW))
     else:
         sample = dataset[0]
     # Collate functions may change samples in place.
     samples = [copy.deepcopy(sample) for _ in range(_FEW)]
-    return loader.collate_fn(samples if is_batched else samples[0])
+    return collate(samples if is_batched else samples[0])
 
 
 def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
@@ -200,61 +197,6 @@ def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
 
 def _combined(spec: Any, batches: Sequence[Any]) -> Any:
     return tree_unflatten(list(batches), spec)
-
-
-@contextmanager
-def _unchanged(roots: Iterable[object]) -> Iterator[None]:
-    """Restore the attributes and random states of all objects reachable from the roots."""
-    restore = [undo for item in _reachable(roots) for undo in _undoing(item)]
-    try:
-        yield
-    finally:
-        for undo in restore:
-            undo()
-
-
-def _undoing(item: Any) -> Iterator[Callable[[], object]]:
-    """Functions that restore the present state of an object."""
-    if isinstance(item, torch.Generator):
-        yield partial(item.set_state, item.get_state())
-    elif isinstance(item, np.random.Generator):
-        bits: Any = item.bit_generator
-        yield partial(setattr, bits, "state", copy.deepcopy(bits.state))
-    elif isinstance(item, np.random.RandomState):
-        yield partial(item.set_state, item.get_state())
-    elif isinstance(item, random.Random):
-        yield partial(item.setstate, item.getstate())
-    elif isinstance(getattr(item, "__dict__", None), dict) and not isinstance(item, FunctionType):
-        yield partial(_restore_attributes, item, dict(vars(item)))
-
-
-def _restore_attributes(item: Any, attributes: dict[str, Any]) -> None:
-    now = vars(item)  # Others may read it meanwhile, so what has not changed stays.
-    for name in now.keys() - attributes.keys():
-        del now[name]
-    for name, value in attributes.items():
-        if name not in now or now[name] is not value:
-            now[name] = value
-
-
-def _reachable(roots: Iterable[object]) -> list[object]:
-    """All objects reachable from datasets, transforms and collate functions."""
-    found: dict[int, object] = {}
-    waiting = list(roots)
-    while waiting and len(found) < _MOST_OBJECTS:
-        item = waiting.pop()
-        if id(item) not in found and not isinstance(item, _LEFT_ALONE):
-            found[id(item)] = item
-            waiting += _parts(item)
-    return list(found.values())
-
-
-def _parts(item: Any) -> list[object]:
-    if isinstance(item, FunctionType):  # Its globals are all of a module.
-        return [*gc.get_referents(*item.__closure__ or ()), *(item.__defaults__ or ())]
-    if isinstance(item, (dict, list, tuple, set, frozenset)) and len(item) >= _LONGEST_CONTAINER:
-        return []  # Long containers hold samples.
-    return gc.get_referents(item)
 
 
 def process_dataloader(dataloader: object, data_rank: int) -> object:

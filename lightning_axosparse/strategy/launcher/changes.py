@@ -21,12 +21,12 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import loops_of, progress_of
 from lightning_axosparse.strategy.launcher.pickling import fingerprint, survives
-from lightning_axosparse.support.messages import rank_zero_warn
 from lightning_axosparse.support.torch_internals import swap_values, tree_map_only
 from lightning_axosparse.support.troubleshooting import see
 

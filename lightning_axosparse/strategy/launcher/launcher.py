@@ -16,6 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.compat.internals import callbacks_of
@@ -34,7 +35,6 @@ from lightning_axosparse.strategy.launcher.call import (
 from lightning_axosparse.strategy.launcher.changes import read
 from lightning_axosparse.strategy.launcher.mpiexec import RankMonitor, describe_failure
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
-from lightning_axosparse.support.messages import rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 _WORKER = "lightning_axosparse.strategy.launcher.worker"

@@ -6,7 +6,6 @@ A checkpoint is dense, as one process writes it: one file, or a folder with a fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
@@ -44,12 +43,10 @@ class StageCheckpoints:
         self,
         config: Config,
         stage_module: StageModule,
-        metrics_shared: Callable[[], AbstractContextManager[None]] = nullcontext,
         stepped: BucketwiseOptimizer | None = None,
         shards: OptimizerShards | None = None,
     ) -> None:
         self._stage_module, self._stepped, self._shards = stage_module, stepped, shards
-        self._metrics_shared = metrics_shared
         self._as_folders = config.save_distributed_checkpoint
         self._in_parts = config.g_inter > 1 or config.shares_layers or self._as_folders
         # A regrid changes the groups.
@@ -72,7 +69,7 @@ class StageCheckpoints:
             return {}
         if self._is_ordinary:
             return module.state_dict()
-        with self._metrics_shared(), in_parts(module):
+        with in_parts(module):
             whole = stage_module.parts.whole_values()
             if grid.pipeline_index > 0:
                 return {}

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
@@ -21,9 +22,9 @@ from lightning_axosparse.pipeline.shard.partition import (
 )
 from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
+    full_module,
     is_left_sharded,
     load_values,
-    summoned,
 )
 from lightning_axosparse.pipeline.shard.sharding import Sharding
 from lightning_axosparse.pruning.ticket import Ticket
@@ -34,7 +35,6 @@ from lightning_axosparse.strategy.compat.loaders import first_step
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.validation import validate_layers
-from lightning_axosparse.support.messages import rank_zero_info
 
 
 @runtime_checkable
@@ -92,7 +92,7 @@ class Partitioner:
             return partition
         if self.are_measured:
             seconds: list[float] = []
-            with summoned(self.module, self._ranks.is_global_zero):
+            with full_module(self.module, self._ranks.is_global_zero):
                 if self._ranks.is_global_zero:
                     arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
                     seconds = profile_example(self.module, *arguments)

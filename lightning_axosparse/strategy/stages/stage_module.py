@@ -21,16 +21,14 @@ from lightning_axosparse.distributed.gradient_reducer import (
 )
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
-from lightning_axosparse.pipeline.backward.split_layers import SplitLayers
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
-from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
 from lightning_axosparse.pipeline.shard.sharded_module import (
-    bring,
+    gather_tensors,
     is_left_sharded,
     leave_sharded,
-    take,
+    mark_whole,
     validate_values,
 )
 from lightning_axosparse.pipeline.shard.sharding import RemoteGradients, Sharding, free
@@ -63,7 +61,6 @@ class StageModule:
         experts: those that are spread over several ranks; None where they are not.
         parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
-        split: the layers whose weight gradients may be made apart from backward passes.
         recompute: how layers are recomputed; None where they are not.
         reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
         remote_gradients: the gradients of parameters of other stages.
@@ -90,9 +87,6 @@ class StageModule:
         self.recompute: ActivationCheckpointing | None = None
         if config.recompute is not None:
             self.recompute = ActivationCheckpointing(config.recompute, device)
-        schedules = (SCHEDULES[name] for name in config.schedules(module, device))
-        self._splits_backward = any(each.defers_weight_gradients for each in schedules)
-        self.split = SplitLayers(module)
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._attached = ExitStack()
@@ -132,8 +126,8 @@ class StageModule:
         """
         names = self.sharding.names
         if is_left_sharded(self.module):
-            bring(self.module, self.sharding.split(self.stages)[0])
-            take(self.module)
+            gather_tensors(self.module, self.sharding.split(self.stages)[0])
+            mark_whole(self.module)
         validate_values(self.sharding.split(self.stages)[0].items(), self.grid.stage)
         self._optimizers = optimizers
         if not self.is_whole:
@@ -224,7 +218,7 @@ class StageModule:
 
     def release(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
-        take(self.module)
+        mark_whole(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
         first = self.grid.pipeline_index == 0
         for name, parameter in self.sharding.held().items():
@@ -327,9 +321,6 @@ class StageModule:
     def _attach(self) -> None:
         """Let the layers compute as stages, and the gradients be reduced."""
         module, undo = self.module, self._attached
-        if self._splits_backward:
-            self.split.install()
-            undo.callback(self.split.uninstall)
         self.layers.install(self.stages)
         undo.callback(self.layers.uninstall)
         self.remote_gradients.follow()

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer
-from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
+from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
     scale_loss,

@@ -11,6 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_axosparse.distributed.grid import Grid
@@ -33,7 +34,6 @@ from lightning_axosparse.pipeline.microbatch import (
 )
 from lightning_axosparse.strategy.compat import loaders
 from lightning_axosparse.support.arguments import shown
-from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 SplitBatch = Callable[[Any, int], "list[Any]"]

@@ -25,20 +25,20 @@ from lightning_axosparse.pipeline.crossing.message import Activation, Message, r
 from lightning_axosparse.pipeline.engine import KeepingStep
 from lightning_axosparse.pipeline.joining import Layout, Layouts, layer_of, learn, sent_tensors
 from lightning_axosparse.pipeline.loss.by_parts import FollowedLosses
-from lightning_axosparse.pipeline.loss.separable import InexactError, SampleTracker
+from lightning_axosparse.pipeline.loss.operators import UNKNOWN
+from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
 from lightning_axosparse.pipeline.stage_step import Batch, loss_of
-from lightning_axosparse.pipeline.state.layer_state import depends_on_samples, lent
+from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
-from lightning_axosparse.pipeline.state.values import MISSING, same
-from lightning_axosparse.pipeline.whole_batch import StepEnd
+from lightning_axosparse.pipeline.state.values import MISSING, copied, same
+from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.compat.logging import alike
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.trace import clock
-from lightning_axosparse.support.troubleshooting import see
 
 _Changes: TypeAlias = dict[int, list[Mapping[Place, Any]]]
 """What passes change on layers, by stage."""
@@ -103,6 +103,8 @@ class Comparison:
         self._module, self._stage_module = run.stage_module.module, run.stage_module
         self._changes: _Changes = {}
         self._rewinds = True
+        self._peaks: dict[int, int] = {}
+        """Most bytes that the first pass through each stage takes at a time."""
         self._states: dict[int, ModuleState] = {}
         stages = (*self._stage_module.stages, self._stage_module.layers.end)
         self._numbers = {stage: ComparedNumbers(step.whole.size) for stage in stages}
@@ -119,21 +121,22 @@ class Comparison:
         group, first = stage_module.groups.whole, step.microbatches[:1]
         with self._modes(), clock.paused(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with peak_bytes(stage_module.device) as peak:
-                _, of_first = self._passed(first)
-            taken = peak() * step.whole.size / first[0].size
-            if not all(all_gather(taken <= free(), group)):
+            parts, of_parts = self._passed(step.microbatches)
+            taken = max(self._peaks.values()) * step.whole.size / first[0].size
+            changes = any(change for passes in of_parts.values() for change in passes)
+            fit, change = zip(*all_gather((taken <= free(), changes), group), strict=True)
+            if not all(fit):
                 text = f"its {step.whole.size} samples at once would not fit into memory"
                 return Found(text, is_too_large=True)
+            of_again: _Changes = {}
             with patched(self, "_rewinds", False):
                 whole, of_whole = self._passed([step.whole])
-                _, of_again = self._passed(first)
+                if any(change):
+                    _, of_again = self._passed(first)
             for state in self._states.values():
                 state.rewind()
-            parts, of_parts = self._passed(step.microbatches)
             found = self._compared(whole, parts)
-            found = found._replace(**_changed(of_first, of_again, of_whole, of_parts))
-            found = found._replace(warnings=[*found.warnings, *self._hooked()])
+            found = found._replace(**_changed(of_again, of_whole, of_parts))
             if stage_module.runs_last_stage and may_part and not found.problem:
                 found = self._with_losses(found, parts[stage_module.last_stage])
             found = found._replace(draws=self._draws)
@@ -157,12 +160,26 @@ class Comparison:
             state = self._states[stage]
             with state.writes():
                 try:
-                    yield
+                    with self._measured(stage):
+                        yield
                 finally:
-                    changes = {place: lent(value) for place, value in state.changes().items()}
+                    changes = {
+                        place: copied(value) for place, (_, value) in state.changes().items()
+                    }
                     self._changes.setdefault(stage, []).append(changes)
                     if self._rewinds:
                         state.rewind()
+
+    @contextmanager
+    def _measured(self, stage: int) -> Iterator[None]:
+        if stage in self._peaks:
+            yield
+            return
+        with peak_bytes(self._stage_module.device) as peak:
+            try:
+                yield
+            finally:  # The edge of a stage is raised.
+                self._peaks[stage] = peak()
 
     def _compared(
         self, whole: Mapping[int, list[Activation]], parts: Mapping[int, list[Activation]]
@@ -182,19 +199,6 @@ class Comparison:
             if stage == stage_module.last_stage:
                 layouts = known
         return Found(layers=layers, layouts=layouts)
-
-    def _hooked(self) -> Iterator[str]:
-        """Warnings of modules inside layers that have hooks on their backward passes."""
-        layers = self._stage_module.layers
-        for stage in self._stage_module.stages if self._run.pipeline.is_divided else ():
-            for index in layers.part(stage):
-                for name, part in layers.layers[index].named_modules(prefix=layers.names[index]):
-                    if part._backward_hooks or part._backward_pre_hooks:
-                        yield (
-                            f"Backward hooks of {name!r} are called for each micro-batch, with its "
-                            "gradients, so losses and weights may differ from those of one process."
-                            + see("steps")
-                        )
 
     def _named(self, stage: int, index: int) -> str:
         """A layer in words; with -1 the last one of a stage, or one before it."""
@@ -229,7 +233,7 @@ class Comparison:
         try:
             with torch.enable_grad():
                 joined = end.join([message.content for message in messages])
-                with effects.of_part(lambda value: None):
+                with effects.of_part(lambda value: UNKNOWN):
                     loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
                 logged, effects.parts = effects.parts[0], []
                 expected = _gradients(loss, joined.tensors)
@@ -239,13 +243,9 @@ class Comparison:
                     followed.add(output, part)
                     has_others |= effects.part_has_others(output)
                     gradients.append(_gradients(loss_of(output), sent_tensors(message.content)))
-        except InexactError as error:
-            return found._replace(reason=str(error))
         except Exception as error:
             text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
             return found._replace(reason=text)
-        finally:
-            tracker.forget()
         calls = effects.combined(step.sizes)
         has_others |= (
             calls is None
@@ -292,7 +292,7 @@ class Comparison:
             for part in still:
                 stack.callback(setattr, part, "training", True)
             stages = self._stage_module.stages
-            self._states = {stage: self._run.state_of_layers([stage], True) for stage in stages}
+            self._states = {stage: self._run.state_of_layers([stage]) for stage in stages}
             yield
 
 
@@ -324,21 +324,20 @@ def _differentiable(activation: Activation) -> Message:
     return message
 
 
-def _changed(first: _Changes, again: _Changes, whole: _Changes, parts: _Changes) -> dict[str, Any]:
+def _changed(again: _Changes, whole: _Changes, parts: _Changes) -> dict[str, Any]:
     """What micro-batches change on layers.
 
     What becomes the same from whatever it was before, such as an auxiliary loss or a masked weight,
     is no state.
 
     Args:
-        first: by the first micro-batch.
-        again: by it, after the whole batch.
+        again: by the first micro-batch, after the whole batch.
         whole: by the whole batch.
         parts: by each micro-batch, from the same state.
     """
     counted, rewritten = list[tuple[Place, int]](), list[tuple[Place, int]]()
     warned = list[str]()
-    before, after, of_whole = map(_merged, (first, again, whole))
+    before, after, of_whole = map(_merged, (parts, again, whole))
     for stage, of_parts in parts.items():
         places = dict.fromkeys(place for changes in of_parts for place in changes)
         for place in places:

@@ -7,33 +7,21 @@ logged, printed and changed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.loss.separable import Note
-from lightning_axosparse.pipeline.state.module_state import (
-    ModuleState,
-    Place,
-    value_at,
-    write,
-)
-from lightning_axosparse.pipeline.state.values import received, sendable
+from lightning_axosparse.pipeline.loss.operators import Note
+from lightning_axosparse.pipeline.state.module_state import How, ModuleState, Place, write
+from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
-from lightning_axosparse.strategy.compat.logging import (
-    LogCall,
-    PrintCall,
-    StepLog,
-    combined,
-)
+from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, combined
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
-from lightning_axosparse.support.object_trees import object_leaves
+from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
@@ -41,21 +29,20 @@ LARGEST_MESSAGE = 2**20
 """Bytes of attributes that the last stage sends to the others after a batch."""
 
 
-@dataclass(frozen=True)
-class Changed:
+class Changed(NamedTuple):
     """An attribute that a step has changed; can be pickled.
 
     Attributes:
         place: the attribute.
-        value: it has now, as it is sent; of a list that has grown what is new.
-        has_grown: whether it is such a list.
-        is_new: whether it is another object than before.
+        how: it has changed.
+        rest: what it holds now, or of a list that was extended what is new, without tensors.
+        tensors: these.
     """
 
     place: Place
-    value: bytes
-    has_grown: bool = False
-    is_new: bool = False
+    how: How
+    rest: bytes
+    tensors: list[Tensor]
 
 
 class StepEffects:
@@ -82,9 +69,9 @@ class StepEffects:
         self._module, self._metrics, self._runs_alone = module, metrics, runs_alone
         self._has_ranks = module.trainer.world_size > 1
         self.log = StepLog(module)
-        self.parts: list[list[LogCall | PrintCall]] = []
+        self.parts: list[list[LogCall]] = []
         within = {id(part) for layer in layers for part in layer.modules()}
-        self._state = ModuleState(module, within, trained=True)
+        self._state = ModuleState(module, within)
         self._has_others = False
 
     def begin_batch(self) -> None:
@@ -100,7 +87,7 @@ class StepEffects:
     @property
     def constants(self) -> list[Tensor]:
         """The tensors of the module, which are the same for all micro-batches."""
-        return [*self._module.parameters(), *self._module.buffers(), *self._state.tensors()]
+        return [*self._module.parameters(), *self._module.buffers(), *self._state.tensors]
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -111,23 +98,24 @@ class StepEffects:
     @contextmanager
     def read(self) -> Iterator[None]:
         """Let nothing count; but what is logged, or given to metrics, is read."""
-        with self._rewound(), self._silenced(), self.log.ignored(_read):
-            with self._metrics.skipped(_read):
+        with self._rewound(), self._silenced(), self.log.recorded():
+            with self._metrics.skipped(reads=True):
                 yield
 
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Let all of it count that a run does inside the context, once for the batch."""
         alone = broadcasting_nothing(self._module.trainer) if self._runs_alone else nullcontext()
-        with self.log.recorded(), self._metrics.counted(), alone:
-            try:
+        try:
+            with self.log.recorded(), self._metrics.counted(), alone:
                 yield
-            except Exception:  # What was printed may say why.
-                self.log.replay([c for c in self.log.calls if isinstance(c, PrintCall)])
-                raise
-            except BaseException:  # It runs again.
-                self._state.rewind()
-                raise
+        except Exception:  # What was printed may say why.
+            self.log.print()
+            raise
+        except BaseException:  # It runs again.
+            self._state.rewind()
+            raise
+        self.log.print()
 
     @contextmanager
     def of_part(self, note_of: Callable[[Tensor], Note]) -> Iterator[None]:
@@ -137,14 +125,13 @@ class StepEffects:
             note_of: says what a tensor is.
         """
         self._has_others = False
-        with self._metrics.skipped(), self._silenced() as written, self.log.recorded(note_of):
-            with self._rewound():
+        with self._rewound(), self._metrics.skipped(), self._silenced() as written:
+            with self.log.recorded(note_of):
                 yield
-        self._has_others |= bool(written) or self._metrics.touched
-        self._has_others |= any(isinstance(call, PrintCall) for call in self.log.calls)
+        self._has_others |= bool(written or self.log.prints) or self._metrics.touched
         self.parts.append(self.log.calls)
 
-    def combined(self, sizes: Sequence[int]) -> list[LogCall | PrintCall] | None:
+    def combined(self, sizes: Sequence[int]) -> list[LogCall] | None:
         """What the batch logs, of what its micro-batches have; None if these do not make it up."""
         return combined(self.parts, sizes)
 
@@ -164,8 +151,8 @@ class StepEffects:
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
-        """What has to observe a run that is to be put back."""
-        return [self._state.writes()] if self._state.has_parameters else []
+        """What has to observe runs, so that it is known what they change."""
+        return [self._state.writes()] if self._state.storages else []
 
     def _silenced(self) -> AbstractContextManager[Any]:
         trainer = self._module.trainer
@@ -179,38 +166,27 @@ class StepEffects:
             What was changed, and what to warn of, as it cannot be sent.
         """
         changed, warnings, left = list[Changed](), list[str](), LARGEST_MESSAGE
-        for place, value in self._state.changes().items():
-            grown = self._state.grown(place)
-            sent = sendable(value if grown is None else grown, left)
-            if sent is None:
+        found = self._state.changes() if self._runs_alone else {}
+        for place, (how, value) in found.items():
+            try:
+                rest, taken = take_apart(value, (Tensor, *SHARED))
+            except CannotPickle:
+                rest, taken = b"", [None]
+            size = len(rest) + sum(each.nbytes for each in taken if isinstance(each, Tensor))
+            if size > left or not all(isinstance(each, Tensor) for each in taken):
                 warnings.append(not_sent(place))
                 continue
-            left -= len(sent)
-            changed.append(Changed(place, sent, grown is not None, self._state.is_new(place)))
+            left -= size
+            # As copies, since of a view all that it is a part of would be sent.
+            tensors = [tensor.detach().to("cpu", copy=True) for tensor in taken]
+            changed.append(Changed(place, how, rest, tensors))
         return changed, warnings
 
     def apply(self, changed: Sequence[Changed]) -> None:
         """Change what the run that counts has changed on another rank."""
-        for each in changed:
-            value = received(each.value, self._module.device)
-            now = value_at(self._module, each.place)
-            if each.has_grown and isinstance(now, (list, deque)):
-                now.extend(value)
-            else:
-                write(self._module, each.place, value, each.is_new)
-
-    def attached(self) -> AbstractContextManager[Any]:
-        """Replace logging and metrics of the module inside the context."""
-        stack = ExitStack()
-        stack.enter_context(self.log.attached())
-        stack.callback(self._metrics.detach)
-        self._metrics.attach()
-        return stack
-
-
-def _read(values: Any) -> None:
-    for tensor in object_leaves(values, Tensor):
-        tensor.clone()
+        for place, how, rest, tensors in changed:
+            own = [tensor.to(self._module.device) for tensor in tensors]
+            write(self._module, place, how, put_together(rest, own))
 
 
 def not_sent(place: Place) -> str:

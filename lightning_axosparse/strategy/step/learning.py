@@ -12,14 +12,15 @@ from typing import Literal, TypeAlias
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_axosparse.pipeline.crossing.message import Crossing, Reads, learned
 from lightning_axosparse.pipeline.joining import Layouts
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Again, Batch
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, Found
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
-from lightning_axosparse.support.messages import rank_zero_info, rank_zero_warn
 from lightning_axosparse.support.troubleshooting import see
 
 Loss: TypeAlias = Literal["auto", "whole", "parts"]
@@ -151,6 +152,8 @@ class StepLearner:
         run.layer_state.learn(found.counted, found.rewritten)
         for text in found.warnings:
             self.warn(text)
+        if trains and run.pipeline.is_divided:
+            self._warn_of_backward_hooks(run.stage_module.layers)
         if found.problem and not (found.is_too_large and known.functions is None):
             name, where = step.step.__name__, self._where(step)
             self._tell(f"{name} could not be compared in {where}: {found.problem}." + see("losses"))
@@ -191,6 +194,16 @@ class StepLearner:
         if text not in self._told:
             self._told.add(text)
             rank_zero_warn(text)
+
+    def _warn_of_backward_hooks(self, pipelined: PipelinedLayers) -> None:
+        for name, layer in zip(pipelined.names, pipelined.layers, strict=True):
+            for inner, part in layer.named_modules(prefix=name):
+                if part._backward_hooks or part._backward_pre_hooks:
+                    self.warn(
+                        f"Backward hooks of {inner!r} are called for each micro-batch, with its "
+                        "gradients, so losses and weights may differ from those of one process."
+                        + see("steps")
+                    )
 
     def _layers_differ(self, found: Found, step: Batch) -> MisconfigurationException:
         """The error of layers that compute something else in micro-batches."""

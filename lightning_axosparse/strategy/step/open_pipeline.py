@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -11,12 +11,12 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.choice import InFlightLimit, ScheduleChoice
+from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.engine import Pipeline, agreed_order
 from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.state.layer_state import LayerState
 from lightning_axosparse.pipeline.state.module_state import ModuleState
-from lightning_axosparse.strategy.compat.callbacks import sync_advice_silenced
 from lightning_axosparse.strategy.compat.gradients import (
     pipeline_precision,
     replace_backward,
@@ -32,15 +32,14 @@ from lightning_axosparse.support.patched import patched
 class OpenPipeline:
     """What steps need on one grid of ranks; creating it is collective over the job.
 
-    The fastest of the training schedules of these names is used. ``give_gradients`` gives
-    parameters the gradients that a step has computed.
+    ``give_gradients`` gives parameters the gradients that a step has computed.
     """
 
     def __init__(
         self,
         stage_module: StageModule,
         limit: InFlightLimit,
-        schedules: Sequence[str],
+        schedule: type[Schedule],
         precision: Precision,
         give_gradients: Callable[[], None],
     ) -> None:
@@ -63,30 +62,26 @@ class OpenPipeline:
             self.pipeline = Pipeline(
                 stage_module.layers,
                 stage_module.links(limit.largest),
-                ScheduleChoice(schedules, partial(all_gather, group=groups.world)),
+                schedule,
                 limit,
                 self.rng,
-                stage_module.split,
                 partial(all_gather, group=groups.inter),
                 agreed_order(groups.ordered),
                 self._outer_parameters,
             )
             self.metrics = PipelinedMetrics(
                 module,
-                groups.inter,
                 groups.data,
-                last_stage_rank=grid.pipeline[-1],
-                is_last_stage=stage_module.runs_last_stage,
+                partial(groups.broadcast_along_pipeline, stage=stage_module.last_stage),
+                stage_module.runs_last_stage,
             )
-            undo.callback(self.metrics.end)
             self.effects = StepEffects(
                 module, stage_module.layers.layers, self.metrics, groups.inter is not None
             )
-            undo.enter_context(self.effects.attached())
+            undo.callback(self.metrics.detach)
+            self.metrics.attach()
             self.layer_state = LayerState(module)
             undo.enter_context(patched(stage_module.layers, "remember", self.layer_state.remember))
-            if groups.data is None:
-                undo.enter_context(sync_advice_silenced())
             self._undo = undo.pop_all()
 
     def close(self) -> None:
@@ -96,23 +91,18 @@ class OpenPipeline:
     @contextmanager
     def layers_rewound(self, stages: Collection[int]) -> Iterator[None]:
         """Put back what is changed on layers of some stages inside the context."""
-        state = self.state_of_layers(stages, trained=True)
+        state = self.state_of_layers(stages)
         try:
             with state.writes():
                 yield
         finally:
             state.rewind()
 
-    def state_of_layers(self, stages: Collection[int], trained: bool = False) -> ModuleState:
-        """What steps may change on layers, but for what code outside the layers may change, too.
-
-        Args:
-            stages: whose layers.
-            trained: whether parameters that are trained are captured, too.
-        """
+    def state_of_layers(self, stages: Collection[int]) -> ModuleState:
+        """What steps may change on layers of some stages, but nothing that is outside, too."""
         layers = self.stage_module.layers
         own = [layers.names[index] for stage in stages for index in layers.part(stage)]
-        return ModuleState(self.stage_module.module, self.effects.reached, own, trained)
+        return ModuleState(self.stage_module.module, self.effects.reached, own)
 
     def _outer_parameters(self) -> list[nn.Parameter]:
         """The parameters outside the layers that are trained."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -16,7 +15,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.backward.parameter_gradients import GradientHooks
+from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
@@ -28,8 +27,9 @@ from lightning_axosparse.pipeline.microbatch import (
 )
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.stage_step import Again, Batch, TrainingBatch, TrainingStageStep
-from lightning_axosparse.pipeline.whole_batch import RunAgain, StepEnd
+from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
     gradients_are_seen,
@@ -37,7 +37,7 @@ from lightning_axosparse.strategy.compat.gradients import (
 )
 from lightning_axosparse.strategy.compat.loaders import broadcast_seed, source
 from lightning_axosparse.strategy.compat.lockstep import position
-from lightning_axosparse.strategy.compat.logging import LogCall, PrintCall
+from lightning_axosparse.strategy.compat.logging import LogCall
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
@@ -54,7 +54,7 @@ class StepResult:
 
     Attributes:
         output: what it returned; for other ranks the loss.
-        calls: what it logged and printed.
+        calls: what it logged.
         changed: attributes of the module.
         warnings: of attributes that cannot be sent.
         generators: the state in which it left the random generators; None if in that of before.
@@ -63,7 +63,7 @@ class StepResult:
     """
 
     output: Any = None
-    calls: Sequence[LogCall | PrintCall] = ()
+    calls: Sequence[LogCall] = ()
     changed: Sequence[Changed] = ()
     warnings: Sequence[str] = ()
     generators: Generators | None = None
@@ -90,7 +90,7 @@ class StepRunner:
         trainer = module.trainer
         fewest = fewest_samples(module) if config.microbatches is None else 1
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
-        self._schedules = config.schedules(module, device)
+        self._schedule = SCHEDULES[config.schedule]
         self._loss: Loss = config.loss
         self.parts = config.parts
         """Micro-batches that are wanted of a batch."""
@@ -117,7 +117,7 @@ class StepRunner:
         self._times = StageTimes(stage_module.groups.inter if is_timed else None)
         limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
         return OpenPipeline(
-            stage_module, limit, self._schedules, self._precision, self._give_gradients
+            stage_module, limit, self._schedule, self._precision, self._give_gradients
         )
 
     def close(self) -> None:
@@ -130,22 +130,13 @@ class StepRunner:
         return self._open.pipeline.limit
 
     def measure_again(self) -> None:
-        """Choose the in-flight limit and the schedule again, because the model became smaller."""
+        """Choose the in-flight limit again, because the model became smaller."""
         self._open.pipeline.limit.measure_again()
-        self._open.pipeline.choice.measure_again()
 
     @property
     def peak_in_flight(self) -> dict[int, int]:
         """Most micro-batches that each stage of this rank held in its last training batch."""
         return self._open.pipeline.peak_in_flight
-
-    def metric_states_shared(self) -> AbstractContextManager[None]:
-        """Give every rank the last stage's states of metrics inside the context; collective."""
-        stage_module = self._open.stage_module
-        collect = partial(
-            stage_module.groups.broadcast_along_pipeline, stage=stage_module.last_stage
-        )
-        return self._open.metrics.states_shared(collect)
 
     def train(
         self,
@@ -245,7 +236,7 @@ class StepRunner:
         effects, guesses = self._open.effects, self._loss == "parts"
         return partial(
             PartedStageStep,
-            tracker=SampleTracker(effects.constants, guesses),
+            tracker=SampleTracker(effects.constants),
             log=effects,
             keeps=known.has_others,
             known=None if guesses else known.functions,
@@ -312,21 +303,18 @@ class StepRunner:
             return replace(received, output=own)
         return received
 
-    def _synchronized(self, call: LogCall | PrintCall) -> LogCall | PrintCall:
+    def _synchronized(self, call: LogCall) -> LogCall:
         """A value as Lightning would synchronise it, if replicas had batches of different loaders.
 
         For it a job whose replicas are all given the same batches, after a regrid, is one process.
         """
-        strategy = self._trainer.strategy
-        shares = self._open.stage_module.grid.replicas_per_batch > 1
-        if not shares or cast(Any, strategy).is_distributed or not isinstance(call, LogCall):
+        strategy: Any = self._trainer.strategy
+        is_metric = call.options["metric_attribute"] is not None
+        if strategy.is_distributed or is_metric or not call.options["sync_dist"]:
             return call
-        if call.metric is not None or not call.options.get("sync_dist"):
-            return call
-        value = torch.as_tensor(call.value, dtype=torch.get_default_dtype())
-        value = value.to(self._open.stage_module.device)
-        reduced = strategy.reduce(value, reduce_op=call.options["reduce_fx"])
-        return replace(call, value=reduced)
+        value = call.value.to(self._open.stage_module.device, torch.get_default_dtype())
+        by = call.options["reduce_fx"]
+        return call._replace(value=strategy.reduce(value, reduce_op=getattr(by, "__name__", by)))
 
     def _settled(self, result: StepResult) -> Any:
         """Let this rank have what the step did; return what it returned."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -70,7 +70,3 @@ class WholeStepRunner:
 
     def measure_again(self) -> None:
         """Do nothing: neither limit nor schedule is chosen here."""
-
-    def metric_states_shared(self) -> AbstractContextManager[None]:
-        """Do nothing: every rank has the metrics of its own batches."""
-        return nullcontext()

@@ -9,7 +9,13 @@ import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboardX.proto.event_pb2 import Event
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, PipelineTimeline, Ticket
+from lightning_axosparse import (
+    AxoSparseStrategy,
+    EarlyBirdTicket,
+    GradualPruning,
+    PipelineTimeline,
+    Ticket,
+)
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.page import plots, save_plots
 from lightning_axosparse.callbacks.report.report import TrainingReport, log_pictures
@@ -65,9 +71,7 @@ def run(data, folder, *callbacks, test=False, **options) -> tuple[GPT, TrainingR
 
 
 def test_one_rank_before_and_after_the_draw(data, tmp_path):
-    search = EarlyBirdTicket(
-        pruning_ratio=0.75, method="early-bird", window=2, every="1 epoch", draw_by="2 epochs"
-    )
+    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, every="1 epoch", draw_by="2 epochs")
     model, report, losses = run(
         data,
         tmp_path,
@@ -125,9 +129,7 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
 
 
 def test_two_replicas_reduce_the_kept_entries_alone(data, tmp_path):
-    search = EarlyBirdTicket(
-        pruning_ratio=0.75, method="early-bird", window=2, every="1 epoch", draw_by="1 epoch"
-    )
+    search = EarlyBirdTicket(pruning_ratio=0.75, window=2, every="1 epoch", draw_by="1 epoch")
     timeline = PipelineTimeline()
     logger = CSVLogger(tmp_path)
     options = {"devices": 2, "strategy": AxoSparseStrategy(), "logger": logger}
@@ -176,7 +178,7 @@ def test_a_ticket_that_was_given_leaves_no_dense_period(data, tmp_path):
         for name, parameter in model.named_parameters()
         if parameter.dim() > 1
     }
-    search = EarlyBirdTicket(ticket=Ticket(masks, 0.5, step=7))
+    search = GradualPruning(ticket=Ticket(masks, 0.5, step=7))
     _, report, _ = run(data, tmp_path, search, devices=1, strategy=AxoSparseStrategy())
     assert list(report.facts.ranks[0].work) == ["sparse"]
     assert report.facts.draw.step is None

@@ -12,25 +12,25 @@ from tests.cli.sweep.jobs import write_job
 PICTURES = ["all_reduce.png", "draw_step.png", "memory.png", "perplexity.png", "step_time.png"]
 
 
-@pytest.fixture
-def results(tmp_path):
-    """Of a sweep of which one job has failed and one was killed."""
-    results = {}
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A gathered sweep of which one job has failed and one was killed: folder, results, jobs."""
+    folder, results = tmp_path_factory.mktemp("sweep"), {}
     for seed in (0, 1):
         for ratio in (0.5, 0.8):
             name = f"ticket-{ratio}-{seed}"
             loss = ratio + seed / 3
-            results[name] = write_job(tmp_path / name, "ticket", ratio, seed, test_loss=loss)
+            results[name] = write_job(folder / name, "ticket", ratio, seed, test_loss=loss)
         name = f"dense-{seed}"
-        results[name] = write_job(tmp_path / name, "dense", None, seed, draw_step=None)
-    write_job(tmp_path / "ticket-0.9-0", "ticket", 0.9, error="No <memory> | here\n\nTraceback")
-    write_job(tmp_path / "ticket-0.9-1", "ticket", 0.9, 1, finished=False)
-    return results
+        results[name] = write_job(folder / name, "dense", None, seed, draw_step=None)
+    write_job(folder / "ticket-0.9-0", "ticket", 0.9, error="No <memory> | here\n\nTraceback")
+    write_job(folder / "ticket-0.9-1", "ticket", 0.9, 1, finished=False)
+    return folder, results, gather(folder)
 
 
-def test_the_table_has_the_numbers_of_the_runs(results, tmp_path):
-    gather(tmp_path)
-    with (tmp_path / "sweep.csv").open() as file:
+def test_the_table_has_the_numbers_of_the_runs(sweep):
+    folder, results, _ = sweep
+    with (folder / "sweep.csv").open() as file:
         rows = {row["job"]: row for row in csv.DictReader(file)}
     assert {name for name, row in rows.items() if row["status"] == "finished"} == {*results}
     for name, result in results.items():
@@ -44,20 +44,20 @@ def test_the_table_has_the_numbers_of_the_runs(results, tmp_path):
     assert rows["ticket-0.9-0"]["error"] == "No <memory> | here"
 
 
-def test_the_summary_has_means_and_spreads(results, tmp_path):
-    gather(tmp_path)
+def test_the_summary_has_means_and_spreads(sweep):
+    folder, results, _ = sweep
     values = [results[f"ticket-0.8-{seed}"].test_perplexity for seed in (0, 1)]
     shown = f"{sum(values) / 2:.3f} ({min(values):.3f} to {max(values):.3f})"
     dense = [results[f"dense-{seed}"].test_perplexity for seed in (0, 1)]
     against = sum(a / b for a, b in zip(values, dense, strict=True)) / 2 - 1
-    text = (tmp_path / "sweep.html").read_text()
+    text = (folder / "sweep.html").read_text()
     cells = re.escape(f"<td>{shown}</td><td>{against:+.1%}</td>")
     assert re.search(rf"<tr><td>ticket</td><td>0\.8</td>.*{cells}", text)
 
 
-def test_jobs_that_failed_or_were_killed_are_named_with_their_commands(results, tmp_path):
-    jobs = gather(tmp_path)
-    text = summary(tmp_path, jobs)
+def test_jobs_that_failed_or_were_killed_are_named_with_their_commands(sweep):
+    folder, _, jobs = sweep
+    text = summary(folder, jobs)
     assert text.startswith("6 of 8 jobs have finished.")
     assert "ticket-0.9-0 has failed: No <memory> | here\n    axosparse-train arm=ticket" in text
     assert "ticket-0.9-1 has not finished: it was killed, or still runs" in text
@@ -65,13 +65,13 @@ def test_jobs_that_failed_or_were_killed_are_named_with_their_commands(results, 
         assert (job.command in text) == (job.result is None)
 
 
-def test_the_page_stands_alone(results, tmp_path):
-    gather(tmp_path)
-    page = (tmp_path / "sweep.html").read_text()
+def test_the_page_stands_alone(sweep):
+    folder, *_ = sweep
+    page = (folder / "sweep.html").read_text()
     assert len(re.findall(r'src="data:image/svg\+xml;base64,', page)) == len(PICTURES)
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert "No &lt;memory&gt; | here" in page
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == PICTURES
+    assert sorted(path.name for path in folder.glob("*.png")) == PICTURES
 
 
 def test_the_command_that_goes_on(tmp_path):

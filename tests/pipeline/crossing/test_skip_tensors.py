@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink
 from lightning_axosparse.pipeline.joining import sent_tensors
-from lightning_axosparse.pipeline.whole_batch import RunAgain
+from lightning_axosparse.pipeline.step_end import RunAgain
 from tests.pipeline.test_engine import (
     Known,
     by_parts,

@@ -85,7 +85,6 @@ def train(
         callbacks=[
             EarlyBirdTicket(
                 0.6,
-                method="early-bird",
                 score="magnitude",
                 every="1 epoch",
                 draw_by=f"{draw_by} epochs",
@@ -212,7 +211,7 @@ def train_wide(
 
 
 def drawn() -> EarlyBirdTicket:
-    return EarlyBirdTicket(0.5, method="early-bird", every="1 epoch", draw_by="2 epochs")
+    return EarlyBirdTicket(0.5, every="1 epoch", draw_by="2 epochs")
 
 
 def averaged() -> EMAWeightAveraging:

@@ -303,7 +303,7 @@ def train(
         max_epochs=epochs,
         enable_checkpointing=True,
         callbacks=[
-            EarlyBirdTicket(0.6, method="early-bird", every="1 epoch", draw_by=f"{DRAWN} epochs"),
+            EarlyBirdTicket(0.6, every="1 epoch", draw_by=f"{DRAWN} epochs"),
             ModelCheckpoint(folder, filename="stop", save_top_k=-1),
         ],
         **options,

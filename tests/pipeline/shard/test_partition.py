@@ -56,14 +56,18 @@ class Ordered(nn.Module):
     def partly(self, x: Tensor) -> None:
         self.head(self.body[0](x))
 
-    def alternating(self, x: Tensor) -> None:
+    def alternating(self, x: Tensor) -> float:
         for layer, other in zip(self.head, self.body[1:], strict=True):
             x = other(layer(x))
         self.body[0](x)
-        raise ValueError(float(x.sum()))  # which comes too late to matter
+        return float(x.sum())  # needs values
+
+    def failing(self, x: Tensor) -> None:
+        self.plain(x)
+        raise ValueError("some may be called later")
 
     def by_values(self, x: Tensor) -> None:
-        if x.sum() > 0:
+        if x.sum() > -1:
             self.plain(x)
 
 
@@ -94,7 +98,7 @@ def test_lists_of_lists_are_in_the_order_of_calls() -> None:
             super().__init__()
             lists = (nn.ModuleList([*linears(2), nn.ReLU(), nn.Tanh()]) for _ in range(2))
             self.body, self.values = nn.ModuleList(lists), values
-            self.example_input_array = torch.randn(2, 4)
+            self.example_input_array = torch.full((2, 4), -1.0)
 
         def forward(self, x: Tensor) -> None:
             for first, second, activation, _ in self.body:
@@ -108,7 +112,30 @@ def test_lists_of_lists_are_in_the_order_of_calls() -> None:
         assert list(found) == [f"body.{i}.{k}" for i in range(2) for k in range(4)]
 
 
-@pytest.mark.parametrize("order", ["twice", "in_turns", "partly", "by_values"])
+def test_a_call_that_needs_values_between_containers_gets_them() -> None:
+    body_first = [*(f"body.{n}" for n in range(3)), "head.0", "head.1"]
+    assert list(find_layers(Ordered("by_values", torch.ones(8, 4)), None, 5)) == body_first
+
+    class Masked(nn.Module):
+        """torch looks at the values of the target's mask."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
+            mask = nn.Transformer.generate_square_subsequent_mask(5)
+            self.example_input_array = torch.ones(2, 5, 8), torch.ones(2, 5, 8), mask
+
+        def forward(self, source: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+            return self.transformer(source, target, tgt_mask=mask)
+
+    encoder = [f"transformer.encoder.layers.{n}" for n in range(2)]
+    decoder = [f"transformer.decoder.layers.{n}" for n in range(3)]
+    model, seed = Masked(), torch.get_rng_state()
+    assert list(find_layers(model, None, 5)) == encoder + decoder
+    assert torch.equal(seed, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("order", ["twice", "in_turns", "partly", "failing"])
 def test_an_order_that_is_not_plain_is_left_to_the_user(order: str) -> None:
     for example in (torch.randn(8, 4), None, "no tensor"):
         with pytest.raises(MisconfigurationException, match="example_input_array"):

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, Ticket
+from lightning_axosparse import AxoSparseStrategy, GradualPruning, Ticket
 from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
     load_values,
@@ -59,7 +59,7 @@ def use(
     make: Callable[[], Net] = network,
 ) -> dict[str, Any]:
     """Fit, save, predict with the same strategy, test with another one, and fit again."""
-    callbacks = [EarlyBirdTicket(ticket=TICKET)] if pruned else []
+    callbacks = [GradualPruning(ticket=TICKET)] if pruned else []
     module, found = make(), {}
     before = dict(module.named_parameters())
     run = trainer(strategy(), devices, callbacks=callbacks)

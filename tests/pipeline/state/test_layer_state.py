@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.state.layer_state import LayerState, lent
+from lightning_axosparse.pipeline.state.layer_state import LayerState
 from lightning_axosparse.pipeline.state.module_state import Place
-from lightning_axosparse.pipeline.state.values import same
+from lightning_axosparse.pipeline.state.values import copied, same
 
 PARTS = 3
 
@@ -175,13 +175,13 @@ def test_parameters_that_every_pass_sets_to_the_same_can_be_differentiated() -> 
 def test_a_copy_keeps_what_it_is() -> None:
     parameter = nn.Parameter(torch.ones(2), requires_grad=False)
     parameter.full_shape = (4,)
-    copied = lent(parameter)
-    assert type(copied) is nn.Parameter
-    assert (copied.full_shape, copied.requires_grad) == ((4,), False)
-    copied.add_(1)
+    copy = copied(parameter)
+    assert type(copy) is nn.Parameter
+    assert (copy.full_shape, copy.requires_grad) == ((4,), False)
+    copy.add_(1)
     assert parameter.tolist() == [1, 1]
     of_graph = torch.ones(2, requires_grad=True) * 2
-    assert lent(of_graph) is of_graph
+    assert copied(of_graph) is of_graph
     items = [torch.ones(1)]
-    lent(items).append(1)
+    copied(items).append(1)
     assert len(items) == 1

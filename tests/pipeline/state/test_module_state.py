@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +22,6 @@ from torchmetrics import MeanMetric
 
 from lightning_axosparse import sparsify
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
-from lightning_axosparse.pipeline.state.layer_state import lent
 from lightning_axosparse.pipeline.state.module_state import (
     ModuleState,
     Place,
@@ -116,7 +117,7 @@ def step(module: Module) -> None:
 
 def rewound(state: ModuleState) -> dict[Place, Any]:
     """Copies of what has changed, which is put back."""
-    changes = {place: lent(value) for place, value in state.changes().items()}
+    changes = {place: copied(value) for place, (_, value) in state.changes().items()}
     state.rewind()
     assert state.changes() == {}
     assert not state.rewind()
@@ -130,7 +131,7 @@ def test_what_a_step_changes_is_named_and_put_back() -> None:
     objects = [module.items, module.items[0], module.average, module.model[0].weight]
     version = module.model[0].weight._version
     norm = module.model[2].running_mean.clone()
-    state = ModuleState(module, trained=True)
+    state = ModuleState(module)
     assert not state.rewind()
     with state.writes():
         step(module)
@@ -176,13 +177,13 @@ def test_a_configuration_of_hydra_is_left_as_it_is() -> None:
 
 def test_names_lead_back_to_the_values() -> None:
     module = Module()
-    state = ModuleState(module, trained=True)
+    state = ModuleState(module)
     with state.writes():
         step(module)
     weight = module.model[0].weight.detach().clone()
     for place, value in rewound(state).items():
         namespace = namespace_of(owner_of(module, place), place.name)
-        write(module, place, value)
+        write(module, place, "changed", value)
         assert same(namespace.get(place.name, MISSING), value) or place.name == "items"
     assert torch.equal(module.model[0].weight, weight)
     assert module.meters["loss"].total == 0.5
@@ -202,7 +203,7 @@ def test_names_are_those_of_layers_too() -> None:
 def test_a_sparse_weight_is_put_back() -> None:
     module = nn.Sequential(nn.Linear(4, 4))
     sparsify(module, {"0.weight": torch.eye(4, dtype=torch.bool)})
-    state = ModuleState(module, trained=True)
+    state = ModuleState(module)
     kept = next(p for p in module.parameters() if p.numel() == 4 and p.dim() == 1)
     before = kept.detach().clone()
     with state.writes():
@@ -214,7 +215,7 @@ def test_a_sparse_weight_is_put_back() -> None:
 def test_tensors_of_other_stages_and_divided_gradients_are_left_alone() -> None:
     module = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4))
     module.gradients = {"1.bias": DividedGradient(torch.ones(2), torch.Size([4]))}
-    state = ModuleState(module, trained=True)
+    state = ModuleState(module)
     with state.writes():
         module[1].bias.data += 1
     assert places(rewound(state)) == {"self[1].bias"}
@@ -233,16 +234,17 @@ def test_a_buffer_that_is_replaced_or_deleted_is_put_back() -> None:
     assert "average" not in vars(module)
 
 
-def test_parameters_that_are_trained_are_captured_only_if_asked_for() -> None:
-    for trained in (True, False):
-        module = nn.Linear(2, 2)
-        module.weight.requires_grad_(False)
-        state = ModuleState(module, trained=trained)
-        assert state.has_parameters
+def test_parameters_are_copied_when_something_writes_to_them() -> None:
+    module = nn.Linear(64, 64)
+    state, before = ModuleState(module), module.weight.detach().clone()
+    held = [each for (each,) in state.storages.values()]
+    for _ in range(2):
+        assert [each.content for each in held] == [None, None]
         with state.writes():
             module.weight.data += 1
             module.bias.data += 1
-        assert places(rewound(state)) == {"self.weight", *(["self.bias"] if trained else [])}
+        assert places(rewound(state)) == {"self.weight", "self.bias"}
+        assert torch.equal(module.weight, before)
 
 
 def test_some_layers_are_captured_by_themselves_and_others_left_out() -> None:
@@ -259,7 +261,7 @@ def test_some_layers_are_captured_by_themselves_and_others_left_out() -> None:
 
 def test_a_later_state_is_gone_back_to_once_it_was_noted() -> None:
     module = Module()
-    state = ModuleState(module, trained=True)
+    state = ModuleState(module)
     with state.writes():
         step(module)
     state.note()
@@ -273,17 +275,66 @@ def test_a_later_state_is_gone_back_to_once_it_was_noted() -> None:
 def test_a_list_that_has_grown_tells_what_is_new() -> None:
     module = Module()
     module.other = [1]
-    state, items, window = ModuleState(module), Place((), "items"), Place((), "other")
-    assert state.grown(items) is None
+    state, items, other = ModuleState(module), Place((), "items"), Place((), "other")
     module.items += [5, 6]
     module.other = [1, 2]
-    assert state.grown(items) == [5, 6]
-    assert state.grown(window) is None, "it is another list"
-    assert [state.is_new(place) for place in (items, window)] == [False, True]
+    assert state.changes() == {items: ("extended", [5, 6]), other: ("replaced", [1, 2])}
+    state.note()
+    module.items[1].append(7)
+    assert state.changes() == {items: ("changed", module.items)}
+    module.items.append(8)
+    assert state.changes()[items][0] == "changed", "an item of it has changed, too"
     state.note()
     module.items[0] = 7
     module.items.append(8)
-    assert state.grown(items) is None, "it has changed besides"
+    assert state.changes()[items][0] == "changed", "it has changed besides"
+
+
+@pytest.mark.parametrize("generator", [
+    torch.Generator(), random.Random(0), np.random.RandomState(0), np.random.default_rng(0)
+])  # fmt: skip
+def test_random_generators_are_put_back_and_written(generator: Any) -> None:
+    module, other = nn.Module(), nn.Module()
+    module.generator, other.generator = generator, copied(generator)
+    theirs, place = other.generator, Place((), "generator")
+    assert theirs is not generator
+
+    def draw(generator: Any) -> float:
+        if isinstance(generator, torch.Generator):
+            return float(torch.rand((), generator=generator))
+        return float(generator.random())
+
+    state = ModuleState(module)
+    drawn = draw(generator)
+    ((how, value),) = state.changes().values()
+    write(other, place, how, copied(value))
+    assert other.generator is theirs
+    assert state.rewind()
+    assert not state.rewind()
+    assert draw(generator) == drawn
+    assert draw(theirs) == draw(generator) != drawn
+
+
+class OfClass(nn.Module):
+    """Its class holds what each of its objects changes."""
+
+    count, history, best = 0, [1], Best()
+
+    def step(self) -> None:
+        self.count += 1
+        self.history.append(2)
+        self.best.loss = 0.5
+
+
+def test_what_a_class_holds_is_put_back_and_named() -> None:
+    module = OfClass()
+    state = ModuleState(module)
+    module.step()
+    changes = rewound(state)
+    assert places(changes) == {"self.count", "self.history", "self.best.loss"}
+    assert (OfClass.history, OfClass.best, OfClass.count) == ([1], Best(), 0)
+    assert not {"count", "history", "best"} & vars(module).keys()
+    assert owner_of(module, Place(((".", "best"),), "loss")) is OfClass.best
 
 
 def test_hooks_that_a_step_registers_once_stay_with_its_note_of_it() -> None:
@@ -348,16 +399,24 @@ def test_what_is_not_equal_is_not_the_same(one: Any, other: Any) -> None:
 
 
 def test_what_is_written_to_is_named_even_if_it_is_equal() -> None:
-    """Large tensors are not compared; small ones are, as ``x.data`` makes no new version."""
+    """Tensors are not compared: operators that write to them are seen, also by ``x.data``."""
     module = nn.Linear(1, 2048)
     module.register_buffer("teacher", module.weight.detach().clone())
-    module.register_buffer("small", torch.ones(2))
-    state = ModuleState(module, trained=True)
+    module.register_buffer("large", torch.ones(4096))
+    module.register_buffer("other", torch.ones(4096))
+    state = ModuleState(module)
     with state.writes():
         module.teacher.mul_(0.5).add_(0.5 * module.weight.detach())
         torch._foreach_mul_([module.bias.data], 1)
-        module.small.data.mul_(1)
-    assert places(rewound(state)) == {"self.teacher", "self.bias"}
-    module.small.data.mul_(2)
-    assert places(rewound(state)) == {"self.small"}
-    assert torch.equal(module.small, torch.ones(2))
+        module.large.data.mul_(2)
+    assert places(rewound(state)) == {"self.teacher", "self.bias", "self.large"}
+    assert torch.equal(module.large, torch.ones(4096))
+
+
+def test_statistics_of_any_size_are_put_back() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2048))
+    state, before = ModuleState(module), copy.deepcopy(module.state_dict())
+    with state.writes():
+        module(torch.randn(4, 2048))
+    assert state.rewind()
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.cpu import products as threads_module
 from lightning_axosparse.sparse.kernels import products, vectors
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
+from tests.ranks import PATIENCE, warm_python
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -420,6 +420,8 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_forked_process_has_threads_of_its_own():
-    done = subprocess.run([sys.executable, "-c", IN_A_FORK], timeout=120, check=False)
+def test_a_forked_process_has_threads_of_its_own(tmp_path):
+    (tmp_path / "forks.py").write_text(IN_A_FORK)
+    command = [*warm_python(), "forks.py"]
+    done = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, check=False)
     assert done.returncode == 0

@@ -93,17 +93,12 @@ class CutStrategy(ParallelStrategy):
         super().setup(trainer)
         groups, module = self.groups, self.lightning_module
         self.log = StepLog(module)
-        self.metrics = PipelinedMetrics(
-            module, groups.inter, groups.data, groups.last_rank, groups.is_last
-        )
-        self.attached = self.log.attached()
-        self.attached.__enter__()
+        self.metrics = PipelinedMetrics(module, groups.data, groups.from_last_stage, groups.is_last)
         self.metrics.attach()
 
     def teardown(self) -> None:
-        if "attached" in vars(self):
+        if "metrics" in vars(self):
             self.metrics.detach()
-            self.attached.__exit__(None, None, None)
         super().teardown()
 
     def run(self, step: Callable[..., Any], batch: Any, *args: Any) -> torch.Tensor:

@@ -3,8 +3,9 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
-import sys
-from contextlib import ExitStack, redirect_stdout, suppress
+import warnings
+from contextlib import redirect_stdout, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,41 +16,65 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.plugins import DoublePrecision
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
+from lightning.pytorch.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultCollection,
+)
 from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.loss.separable import Note, Total
-from lightning_axosparse.strategy.compat.logging import LogCall, PrintCall, StepLog, alike, combined
+from lightning_axosparse.pipeline.joining import Axis
+from lightning_axosparse.pipeline.loss.operators import UNKNOWN, Note, Total
+from lightning_axosparse.pipeline.loss.separable import SampleTracker
+from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike, combined
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
 from tests.strategy.compat.harness import CutStrategy, History, alone, assert_same, fit
 from tests.strategy.compat.module import LogsEverything
 
 
+class Results(_ResultCollection):
+    """Keeps what reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__(training=True)
+        self.heard: list[tuple[str, Any, dict[str, Any]]] = []
+
+    def log(self, fx: str, name: str, value: Any, **options: Any) -> None:
+        super().log(fx, name, value, **options)
+        self.heard.append((name, value, options))
+
+
 class Listener(LightningModule):
-    """Keeps the calls that reach its own ``log``."""
+    """In the middle of a step that logs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
         self.metric = MeanMetric()
-        self.scores = MetricCollection({"mean": MeanMetric()})
+        self.scores = MetricCollection({"score": MeanMetric()})
+        self.results = Results()
+        self._trainer: Any = SimpleNamespace(
+            _results=self.results,
+            barebones=False,
+            training=True,
+            logger=None,
+            strategy=SimpleNamespace(reduce=None),
+            _accelerator_connector=SimpleNamespace(is_distributed=False),
+            _logger_connector=SimpleNamespace(should_reset_tensors=lambda fx: False),
+        )
+        self._current_fx_name = "training_step"
 
-    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
-        self.calls.append((name, value, options))
+    @property
+    def heard(self) -> list[tuple[str, float]]:
+        return [(name, float(value)) for name, value, _ in self.results.heard]
 
 
-def attached(module: LightningModule) -> StepLog:
-    log = StepLog(module)
-    module.undo = ExitStack()
-    module.undo.enter_context(log.attached())
-    return log
+OPTIONS = {"reduce_fx": "mean", "batch_size": None, "metric_attribute": None}
 
 
-def logged(name: str, value: Any, note: Note = None, **options: Any) -> LogCall:
-    return LogCall(name, torch.tensor(value), None, {"reduce_fx": "mean", **options}, note)
+def logged(name: str, value: Any, note: Note = UNKNOWN, **options: Any) -> LogCall:
+    return LogCall(name, torch.tensor(value), {**OPTIONS, **options}, note)
 
 
 def mean_over(*counts: float) -> Total:
@@ -69,7 +94,7 @@ def module() -> Listener:
 
 @pytest.fixture
 def log(module: Listener) -> StepLog:
-    return attached(module)
+    return StepLog(module)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 11])
@@ -113,6 +138,7 @@ def test_options_that_do_not_fit_are_an_error_of_the_users_line(
 ) -> None:
     class LogsWrongly(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self(batch[0])
             self.log("name", 1.0, *positional, **named)
             raise AssertionError("It was logged.")
 
@@ -143,13 +169,11 @@ def test_means_and_sums_of_micro_batches_make_up_those_of_the_batch(
     made = combined(calls, sizes)
     assert made is not None
     mean, total = made
-    assert isinstance(mean, LogCall)
-    assert isinstance(total, LogCall)
     expected = sum(size * value for size, value in parts) / sum(sizes)
     assert float(mean.value) == pytest.approx(expected, rel=1e-5, abs=1e-5)
     assert float(total.value) == pytest.approx(sum(value for _, value in parts), abs=1e-4)
     assert total.options["batch_size"] == sum(sizes)
-    assert "batch_size" not in mean.options
+    assert mean.options["batch_size"] is None
 
 
 @pytest.mark.parametrize(
@@ -158,10 +182,8 @@ def test_means_and_sums_of_micro_batches_make_up_those_of_the_batch(
         [[logged("a", 1.0)], [logged("a", 2.0)]],
         [[logged("a", 1.0, mean_over(2))], [logged("b", 2.0, mean_over(2))]],
         [[logged("a", 1.0, mean_over(2))], []],
-        [[PrintCall(("x",), {}, None)], [PrintCall(("x",), {}, None)]],
-        [[LogCall("a", 1.0, None, {}, mean_over(2))], [LogCall("a", 1.0, None, {}, mean_over(2))]],
     ],
-    ids=["unknown", "other names", "missing", "prints", "numbers"],
+    ids=["unknown", "other names", "missing"],
 )
 def test_nothing_else_makes_up_what_the_batch_logs(parts: Any) -> None:
     assert combined(parts, [2, 2]) is None
@@ -176,29 +198,43 @@ def test_calls_are_alike_by_value_name_and_options() -> None:
     for other in (logged("b", 1.0), logged("a", 1.1), logged("a", 1.0, prog_bar=True)):
         assert not alike([one], [other], differ, 1e-9)
     assert not alike([one], [], differ, 1e-9)
-    assert not alike([one], [PrintCall(("x",), {}, None)], differ, 1e-9)
+    metric = LogCall("a", None, {**OPTIONS, "metric_attribute": "metric"})
+    assert not alike([one], [metric], differ, 1e-9)
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5)])
+def test_of_numbers_and_constants_nothing_is_known(
+    module: Listener, log: StepLog, value: Any
+) -> None:
+    tracker = SampleTracker([])
+    tracker.begin(2, None)
+    samples = torch.ones(2, 3)
+    tracker.add(samples, Axis(0))
+    with tracker, log.recorded(tracker.of_tensor):
+        module.log("mean", samples.mean())
+        module.log("value", value)
+        module.log("number", samples.shape[0])
+    assert [call.note for call in log.calls] == [mean_over(6), UNKNOWN, UNKNOWN]
 
 
 def test_what_is_recorded_reaches_nobody_until_it_is_replayed(
     module: Listener, log: StepLog
 ) -> None:
     with log.recorded():
-        module.log("name", 1.0)
-    assert module.calls == []
+        module.log("name", 1.0, prog_bar=True)
+    assert module.heard == []
     log.replay(log.calls)
-    assert module.calls == [("name", 1.0, {"reduce_fx": "mean"})]
+    ((name, value, options),) = module.results.heard
+    assert (name, float(value), options["prog_bar"]) == ("name", 1.0, True)
     module.log("outside", 2.0)
-    assert module.calls[1:] == [("outside", 2.0, {})]
+    assert module.heard == [("name", 1.0), ("outside", 2.0)]
 
 
-def test_what_is_ignored_reaches_nobody_but_its_values_are_taken(
-    module: Listener, log: StepLog
-) -> None:
-    taken: list[Any] = []
-    with log.ignored(taken.append):
-        module.log("name", 1.0)
-        module.print("words")
-    assert (module.calls, log.calls, taken) == ([], [], [1.0])
+def test_what_is_ignored_reaches_nobody_and_is_not_read(module: Listener, log: StepLog) -> None:
+    with log.ignored():
+        module.log("name", object())
+        module.print(object())
+    assert (module.heard, log.calls, log.prints) == ([], [], [])
 
 
 def test_a_step_that_is_cut_short_is_forgotten_by_the_next(module: Listener, log: StepLog) -> None:
@@ -209,7 +245,20 @@ def test_a_step_that_is_cut_short_is_forgotten_by_the_next(module: Listener, log
         pass
     assert log.calls == []
     module.log("outside", 2.0)
-    assert module.calls == [("outside", 2.0, {})]
+    assert module.heard == [("outside", 2.0)]
+
+
+def test_an_override_runs_once(module: Listener, log: StepLog) -> None:
+    class Prefixed(Listener):
+        def log(self, name: str, value: Any, **options: Any) -> None:
+            super().log(f"own/{name}", value, **options)
+
+    module = Prefixed()
+    log = StepLog(module)
+    with log.recorded():
+        module.log("name", 1.0)
+    log.replay(log.calls)
+    assert module.heard == [("own/name", 1.0)]
 
 
 def test_replay_brings_metrics_by_their_path(module: Listener, log: StepLog) -> None:
@@ -219,19 +268,19 @@ def test_replay_brings_metrics_by_their_path(module: Listener, log: StepLog) -> 
         module.scores(torch.tensor([5.0]))
         module.log_dict(module.scores, on_epoch=True)
     calls = pickle.loads(pickle.dumps(log.calls))
-    assert [(call.metric, float(call.value)) for call in calls] == [
+    assert [(call.options["metric_attribute"], float(call.value)) for call in calls] == [
         ("metric", 1.5),
-        ("scores.mean", 5.0),
+        ("scores.score", 5.0),
     ]
 
     elsewhere = Listener()
     StepLog(elsewhere).replay(calls)
-    (_, metric, options), (_, member, _) = elsewhere.calls
+    (_, metric, options), (_, member, _) = elsewhere.results.heard
     assert metric is elsewhere.metric
     assert metric._forward_cache == 1.5
     assert options["metric_attribute"] == "metric"
     assert options["prog_bar"] is True
-    assert member is elsewhere.scores["mean"]
+    assert member is elsewhere.scores["score"]
 
 
 def test_values_are_detached_copies(module: Listener, log: StepLog) -> None:
@@ -241,17 +290,28 @@ def test_values_are_detached_copies(module: Listener, log: StepLog) -> None:
     with torch.no_grad():
         value.mul_(7)
     (call,) = log.calls
-    options = {"enable_graph": True, "reduce_fx": "mean"}
-    assert call == LogCall("name", torch.tensor(1.0), None, options)
+    assert call.value == 1
     assert not call.value.requires_grad
+    assert call.options["enable_graph"] is True
 
 
-def test_the_module_gets_its_own_log_back() -> None:
-    module = Listener()
-    log = StepLog(module)
-    with log.attached():
+def test_a_default_is_no_request_for_a_logger(module: Listener, log: StepLog) -> None:
+    with log.recorded():
+        module.log("name", 1.0)
+        module.log("other", 1.0, logger=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log.replay(log.calls)
+    assert [options["logger"] for *_, options in module.results.heard] == [True, False]
+
+
+def test_the_module_gets_its_own_functions_back(module: Listener, log: StepLog) -> None:
+    before = set(vars(module)), set(vars(module.results))
+    with log.recorded():
+        assert "print" in vars(module)
+    with log.ignored():
         assert "log" in vars(module)
-    assert "log" not in vars(module)
+    assert (set(vars(module)), set(vars(module.results))) == before
 
 
 @pytest.mark.parametrize(
@@ -259,9 +319,9 @@ def test_the_module_gets_its_own_log_back() -> None:
     [
         (1.0, {"reduce_fx": torch.std}, MisconfigurationException, "reduce_fx"),
         (1.0, {"sync_dist_group": "g"}, MisconfigurationException, "sync_dist_group"),
-        (torch.ones(3), {}, ValueError, r"shape \(3,\)"),
+        (torch.ones(3), {}, ValueError, "must have a single element"),
         ("high", {}, ValueError, "`str` values"),
-        (MeanMetric(), {}, MisconfigurationException, "MeanMetric"),
+        (MeanMetric(), {}, MisconfigurationException, "name"),
     ],
 )
 def test_refused(
@@ -272,29 +332,32 @@ def test_refused(
     error: type[Exception],
     message: str,
 ) -> None:
-    with pytest.raises(error, match=message), log.recorded():
-        module.log("name", value, **options)
+    def recorded_and_replayed() -> None:
+        with log.recorded():
+            module.log("name", value, **options)
+        log.replay(log.calls)
+
+    with pytest.raises(error, match=message):
+        recorded_and_replayed()
 
 
 class TestAssumptionsAboutLightning:
-    def test_log_dict_funnels_into_log(self) -> None:
-        module = Listener()
-        module.log_dict({"a": 1.0, "b": 2.0})
-        assert [name for name, *_ in module.calls] == ["a", "b"]
-
     def test_an_instance_attribute_goes_in_front_of_log(self) -> None:
         module, seen = Listener(), []
         object.__setattr__(module, "log", lambda **call: seen.append(call["name"]))
         module.log_dict({"a": 1.0})
         assert seen == ["a"]
 
-    def test_log_takes_these_arguments(self) -> None:
-        names = {"name", "value", "reduce_fx", "batch_size", "sync_dist_group", "metric_attribute"}
-        assert names <= set(inspect.signature(LightningModule.log).parameters)
+    def test_results_are_given_what_log_takes(self) -> None:
+        taken = set(inspect.signature(LightningModule.log).parameters) - {"self"}
+        given = set(inspect.signature(_ResultCollection.log).parameters) - {"self"}
+        assert given - taken == {"fx", "sync_dist_fn"}
+        assert taken <= given
 
     @pytest.mark.parametrize("reduce_fx", ["avg", "mean", torch.mean])
-    def test_metadata_names_the_reduction(self, reduce_fx: Any) -> None:
-        assert _Metadata("step", "name", reduce_fx=reduce_fx).reduce_fx.__name__ == "mean"
+    def test_reductions_can_be_sent(self, reduce_fx: Any) -> None:
+        sent = pickle.loads(pickle.dumps(reduce_fx))
+        assert _Metadata("step", "name", reduce_fx=sent).reduce_fx is torch.mean
 
     def test_forward_keeps_the_object_it_returns(self) -> None:
         metric = MeanMetric()
@@ -370,14 +433,9 @@ class ToFile(Printing):
         return super().training_step(batch, batch_idx)
 
 
-def test_standard_streams_alone_are_known_to_all_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    def fit(file: Any) -> None:
-        module = ToFile()
-        module.file = file
-        run = trainer(pipeline(transport="loopback"), max_epochs=1)
-        run.fit(module, loader(1, batches=1))
-
-    fit(sys.stderr)
-    assert capsys.readouterr().err.count("behind\n") == 1
-    with pytest.raises(MisconfigurationException, match=r"sends no files: use sys\.stdout"):
-        fit(io.StringIO())
+def test_it_prints_into_files_of_the_user() -> None:
+    module = ToFile()
+    module.file = io.StringIO()
+    run = trainer(pipeline(transport="loopback"), max_epochs=1)
+    run.fit(module, loader(1, batches=2))
+    assert module.file.getvalue() == "behind\nbehind\n"

@@ -85,7 +85,6 @@ PARTS: dict[str, Step] = {
     "sum": lambda m, z, y: F.mse_loss(z, y, reduction="sum") * 0.05,
     "noise of samples": lambda m, z, y: F.mse_loss(z + torch.randn_like(z), y),
     "dropout": lambda m, z, y: F.mse_loss(F.dropout(z, 0.5), y),
-    "two views": lambda m, z, y: F.mse_loss(*torch.cat([z, 2 * z]).chunk(2)),
     "over its samples": lambda m, z, y: F.mse_loss(z, y, reduction="sum") / len(z),
     "by deprecated arguments": lambda m, z, y: F.mse_loss(z, y, reduce=False).mean(),
     "mean of a mask": lambda m, z, y: (z - y).abs()[y > 0].mean(),
@@ -109,6 +108,7 @@ WHOLE: dict[str, Step] = {
     "numpy": lambda m, z, y: F.mse_loss(z, y) * np.random.rand(len(z)).mean(),
     "a shared number": lambda m, z, y: F.mse_loss(z * random.random() * np.random.rand(), y),
     "a mean and a sum": lambda m, z, y: F.mse_loss(z, y) + F.l1_loss(z, y, reduction="sum"),
+    "two views": lambda m, z, y: F.mse_loss(*torch.cat([z, 2 * z]).chunk(2)),
     "noise, then standardized": lambda m, z, y: (z + torch.randn_like(z)).std(0).mean(),
 }
 

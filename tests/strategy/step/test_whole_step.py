@@ -170,7 +170,7 @@ class Pickles(Callback):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_trainer_goes_on_with_another_module(stages: int) -> None:
     strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
-    run = trainer(strategy, callbacks=[Pickles()], max_epochs=1)
+    run = trainer(strategy, callbacks=[Pickles()], max_epochs=1, limit_train_batches=2)
     first, second = Classifier(), Classifier()
     run.fit(first, loader(1))
     assert "test_loss" in run.test(second, loader(2), verbose=False)[0]
@@ -189,7 +189,8 @@ class WithoutLog(Classifier):
 @pytest.mark.parametrize("stages", [1, 2])
 def test_steps_after_the_run_are_lightnings_own(stages: int) -> None:
     module, (batch, *_) = WithoutLog(), loader(1)
-    run = trainer(AxoSparseStrategy(stages, pipeline="backbone", transport="loopback"))
+    strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
+    run = trainer(strategy, max_epochs=1, limit_train_batches=2)
     run.fit(module, loader(1))
     before, optimizer = module.head.weight.clone(), run.optimizers[0]
 
@@ -208,9 +209,10 @@ def test_steps_after_the_run_are_lightnings_own(stages: int) -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_checkpoint_is_loaded_after_the_run(stages: int) -> None:
     module = WithoutLog()
-    run = trainer(AxoSparseStrategy(stages, pipeline="backbone", transport="loopback"))
+    strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
+    run = trainer(strategy, max_epochs=1, limit_train_batches=2)
     run.fit(module, loader(1))
-    (optimizer,), strategy = run.optimizers, run.strategy
+    (optimizer,) = run.optimizers
     saved = deepcopy(strategy.optimizer_state(optimizer))
     optimizer.state.clear()
     strategy.load_optimizer_state_dict({"optimizer_states": [saved]})
@@ -222,15 +224,16 @@ def test_a_checkpoint_is_loaded_after_the_run(stages: int) -> None:
 def test_a_checkpoint_without_optimizer_states_starts_optimizers_afresh(
     stages: int, tmp_path: Path
 ) -> None:
-    strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
-    run = trainer(strategy, max_epochs=1)
+    def begun(epochs: int) -> Any:
+        strategy = AxoSparseStrategy(stages, pipeline="backbone", transport="loopback")
+        return trainer(strategy, max_epochs=epochs, limit_train_batches=2)
+
+    run = begun(1)
     run.fit(WithoutLog(), loader(1))
     run.save_checkpoint(tmp_path / "whole.ckpt")
     saved = torch.load(tmp_path / "whole.ckpt", weights_only=False)
     torch.save({**saved, "optimizer_states": [], "lr_schedulers": []}, tmp_path / "stateless.ckpt")
-    again = trainer(
-        AxoSparseStrategy(stages, pipeline="backbone", transport="loopback"), max_epochs=2
-    )
+    again = begun(2)
     again.fit(WithoutLog(), loader(1), ckpt_path=tmp_path / "stateless.ckpt")
     (optimizer,) = again.optimizers
     steps = [float(state["step"]) for state in optimizer.state.values()]

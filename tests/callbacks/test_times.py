@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-from lightning_axosparse.callbacks.ticket_search import WHEN, Progress, in_steps, total_steps
+from lightning_axosparse.callbacks.times import WHEN, Progress, in_steps, total_steps
 
 NOT_ASKED = None
 """Stands for the trainer, which is asked for its optimizer steps for shares only."""

@@ -1,0 +1,75 @@
+"""The search of the early-bird paper: compares masks at intervals, until they have settled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_axosparse.callbacks.times import WHEN, Progress, When
+from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskWindow
+from lightning_axosparse.support.arguments import NONE, number, one_of, whole
+
+SEARCH = {
+    "every": WHEN,
+    "draw_by": WHEN | NONE,
+    "distance": one_of(*DISTANCES),
+    "threshold": number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
+    "window": whole(2),
+}
+"""The kinds of the arguments of a search."""
+
+
+class MaskSearch:
+    """Compares new masks with the last ones, and says when the ticket is drawn.
+
+    Arguments are those of ``EarlyBirdTicket``.
+
+    Attributes:
+        distances: number of optimizer steps -> the largest distance of the masks after them to
+            the window, from the second masks on.
+        window: the newest masks.
+    """
+
+    def __init__(
+        self, every: When, draw_by: When | None, distance: Distance, threshold: float, window: int
+    ) -> None:
+        self.every, self.draw_by = every, draw_by
+        self.distance, self.threshold = distance, threshold
+        self.distances: dict[int, float] = {}
+        self.window = MaskWindow(window, distance)
+
+    def is_due(self, trainer: Trainer, before: Progress, now: Progress) -> bool:
+        """Return whether masks are computed now, or were due since an earlier time."""
+        passed = now.times(self.every, trainer) > before.times(self.every, trainer)
+        return passed or self._is_late(trainer, now)
+
+    def ends(self, trainer: Trainer, now: Progress, distance: float | None, on_step: bool) -> bool:
+        """Return whether the newest masks are drawn, and log their distance to the window."""
+        if distance is not None:
+            self.distances[now.steps] = distance
+            module = trainer.lightning_module
+            module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
+        settled = self.window.full and distance is not None and distance < self.threshold
+        return settled or self._is_late(trainer, now)
+
+    def _is_late(self, trainer: Trainer, now: Progress) -> bool:
+        return self.draw_by is not None and now.times(self.draw_by, trainer) > 0
+
+    def not_settled(self) -> str:
+        """Return why no ticket was drawn, and the numbers by which masks are judged."""
+        last = f"{[*self.distances.values()][-1]:.3f}" if self.distances else "none"
+        return (
+            f"the masks have not settled (last mask_distance: {last}, threshold: "
+            f"{self.threshold}, window: {self.window.size})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the distances; the window's masks are on several ranks, and left out."""
+        return {"distances": dict(self.distances), "window": []}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the distances, and the masks of all stages."""
+        self.distances = dict(state["distances"])
+        self.window.load_state(state["window"])

@@ -1,0 +1,215 @@
+"""The base of callbacks that prune weights: computes masks, draws the ticket, and prunes by it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
+
+from lightning_axosparse.callbacks.ticket_callback import (
+    TicketCallback,
+    misconfigured,
+    strategy_of,
+)
+from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first
+from lightning_axosparse.pruning.masks import MaskBits
+from lightning_axosparse.pruning.rule import SCORES, MaskRule, Score, Which
+from lightning_axosparse.pruning.ticket import Ticket
+from lightning_axosparse.sparse.backend import (
+    COMPUTES,
+    Backend,
+    Compute,
+    Processor,
+    most_cautious,
+    this_processor,
+)
+from lightning_axosparse.sparse.cpu.products import most_kept
+from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
+from lightning_axosparse.sparse.store.materialize import Policy, best_policy
+from lightning_axosparse.strategy.validation import (
+    optimizers_before_setup,
+    unless_made_later,
+    validate_one_optimizer,
+)
+from lightning_axosparse.support.arguments import (
+    FRACTION,
+    FUNCTION,
+    NONE,
+    PATH,
+    PRUNED,
+    instance_of,
+    number,
+    one_of,
+)
+from lightning_axosparse.support.troubleshooting import few, see
+
+_LITTLE = 0.02
+"""A weight that keeps a smaller share of its entries is named when the ticket is drawn."""
+
+PRUNING = {
+    "pruning_ratio": number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
+    "score": one_of("auto", *SCORES) | FUNCTION,
+    "floor": FRACTION,
+    "which": PRUNED | FUNCTION | NONE,
+    "ticket": instance_of("a Ticket", Ticket) | PATH | NONE,
+    "compute": one_of(*COMPUTES, "samo"),
+}
+"""The kinds of the arguments of :class:`WeightPruning`."""
+
+
+class WeightPruning(TicketCallback):
+    """Stores weights sparse by masks of the entries of highest score, over all stages.
+
+    Masks are identical on all ranks. The strategy replaces the pruned weights, their gradients and
+    their optimizer state by the entries that are not pruned (SAMO; Singh & Bhatele, IPDPS 2023).
+    Arguments are those of ``GradualPruning``.
+    """
+
+    kind = Ticket
+    ticket: Ticket | None
+    lack = "cannot store weights sparse"
+    prunes_at_start: Literal[True] = True
+    """A strategy may store weights sparse by :attr:`ticket` as soon as it makes them."""
+
+    def __init__(
+        self,
+        pruning_ratio: float,
+        score: Literal["auto", "magnitude", "saliency"] | Score,
+        floor: float,
+        which: Which | None,
+        ticket: Ticket | str | os.PathLike[str] | None,
+        compute: Compute | Literal["samo"],
+    ) -> None:
+        super().__init__(ticket)
+        self.pruning_ratio, self.compute = pruning_ratio, compute
+        with misconfigured():
+            self._rule = MaskRule(
+                pruning_ratio,
+                score,
+                floor,
+                dict(which) if isinstance(which, Mapping) else which,
+            )
+        self._processor: Processor | None = None
+        """The processor for which all ranks choose products; None before weights are pruned."""
+
+    def _validate_before_launch(self, trainer: Trainer) -> None:
+        with unless_made_later(trainer.lightning_module):
+            self._validate_model(trainer.lightning_module)
+            if trainer.strategy.launcher is not None and self.ticket is None:
+                optimizers = optimizers_before_setup(trainer.lightning_module)
+                with misconfigured():
+                    self._rule.resolved(trainer.lightning_module, optimizers)
+
+    @misconfigured()
+    def _validate_model(self, module: nn.Module) -> None:
+        """Check that the ticket, or the rule by which one is drawn, fits the model."""
+        if self.ticket is not None:
+            self.ticket.validate_fits(module)
+        else:
+            self._rule.sizes(module)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prune by the ticket if there is one: given by the user, or drawn before a resume."""
+        self._validate_model(pl_module)
+        if self.ticket is None:
+            with misconfigured():
+                self._rule = self._rule.resolved(pl_module, trainer.optimizers)
+        validate_one_optimizer(trainer.optimizers, type(self).__name__)
+        for optimizer in trainer.optimizers:
+            validate_elementwise_optimizers(optimizer)
+        if self.ticket is not None:
+            self._prune(trainer, self.ticket)
+            strategy_of(trainer).use_freed_memory()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ticket, how far the run has come, and the processor."""
+        return {**super().state_dict(), "processor": self._processor}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self._processor = state.get("processor")
+
+    def _masks(self, trainer: Trainer, ratio: float) -> MaskBits:
+        """Compute the masks of the parameters that this rank counts."""
+        strategy = strategy_of(trainer)
+        return MaskBits(
+            replace(self._rule, ratio=ratio).masks(
+                trainer.lightning_module,
+                trainer.optimizers,
+                strategy.counted_parameters(),
+                strategy.inter_group,
+                strategy.stored_weights(),
+            )
+        )
+
+    def _ticket_of(self, trainer: Trainer, masks: MaskBits, ratio: float) -> Ticket:
+        """The masks of all stages, as the first replica has them; collective."""
+        strategy = strategy_of(trainer)
+        counted = strategy.counted_parameters()
+        part = masks.only(name for name in masks if name in counted)
+        part = broadcast_from_first(part, strategy.data_group)
+        everywhere = MaskBits.merged(all_gather(part, strategy.inter_group))
+        return Ticket(
+            everywhere.only(self._rule.sizes(trainer.lightning_module)),
+            pruning_ratio=ratio,
+            score=self._rule.score_name,
+            step=trainer.global_step,
+        )
+
+    def _draw(self, trainer: Trainer, ticket: Ticket) -> None:
+        """Prune by a ticket from now on."""
+        strategy = strategy_of(trainer)
+        self.ticket, self.drawn_at = ticket, trainer.global_step
+        stages = strategy.parameter_stages()
+        self._prune(trainer, ticket)
+        strategy.use_freed_memory()
+        rank_zero_info(f"Ticket drawn: {ticket}")
+        self._warn_of_emptied(ticket)
+        self._warn_of_imbalance(ticket, stages)
+
+    def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
+        strategy = strategy_of(trainer)
+        mine = most_cautious(filter(None, (this_processor(), self._processor)))
+        self._processor = most_cautious(all_gather(mine, strategy.world_group))
+        backend = Backend("auto" if self.compute == "samo" else self.compute, self._processor)
+        policy = self._policy(trainer, ticket, backend)
+        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, backend)
+
+    def _policy(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> Policy:
+        if self.compute != "auto":
+            return "samo" if self.compute == "samo" else "sparse"
+        strategy = strategy_of(trainer)
+        sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
+        passes = strategy.microbatches * trainer.accumulate_grad_batches
+        keeps_few = 1 - ticket.sparsity <= min(most_kept(backend, torch.bfloat16).values())
+        return best_policy(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
+
+    def _warn_of_emptied(self, ticket: Ticket) -> None:
+        share = min(_LITTLE, 1 - ticket.sparsity)
+        low = [name for name, gone in ticket.layer_sparsity().items() if 1 - gone < share]
+        if low:
+            rank_zero_warn(
+                f"The ticket keeps less than {share:.1%} of {few(low)}: their scores were low "
+                "beside those of the others. If these weights matter, set a higher floor, another "
+                "score, or leave them dense with which={'PATTERN': False}." + see("tickets")
+            )
+
+    def _warn_of_imbalance(self, ticket: Ticket, stages: Mapping[str, Collection[int]]) -> None:
+        left: Counter[int] = Counter()
+        for name, mask in ticket.masks.items():
+            if len(stages[name]) == 1:  # Others are held by several stages.
+                left[min(stages[name])] += int(mask.sum())
+        if left and max(left.values()) > 2 * min(left.values()):
+            most, least = max(left, key=left.__getitem__), min(left, key=left.__getitem__)
+            rank_zero_warn(
+                f"The ticket keeps {left[most]} entries in stage {most}, but {left[least]} in "
+                f"stage {least}, and memory and time follow. Cut the stages for this ticket with "
+                "balance=[...], or keep more alike with a higher floor." + see("tickets")
+            )
