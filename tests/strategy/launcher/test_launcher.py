@@ -239,7 +239,6 @@ def die_on_rank_1() -> None:
     time.sleep(60)
 
 
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_rank_that_is_killed():
     with pytest.raises(RankFailedError, match=r"rank 1 on host \S+ was killed by SIGKILL"):
         MPILauncher(Ranks(2), 2).launch(die_on_rank_1)
