@@ -122,7 +122,7 @@ class Comparison:
         with self._modes(), clock.paused(), torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parts, of_parts = self._passed(step.microbatches)
-            taken = max(self._peaks.values()) * step.whole.size / first[0].size
+            taken = max(self._peaks.values(), default=0) * step.whole.size / first[0].size
             changes = any(change for passes in of_parts.values() for change in passes)
             fit, change = zip(*all_gather((taken <= free(), changes), group), strict=True)
             if not all(fit):
