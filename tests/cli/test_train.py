@@ -239,7 +239,7 @@ def test_a_job_of_slurm_has_one_task_with_a_core_for_each_rank():
 
 def test_a_vgg_loses_channels_on_two_ranks(tmp_path):
     small = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "pruning.draw_by=4"]
-    small += ["trainer.limit_val_batches=2", "trainer.limit_test_batches=2"]
+    small += ["+trainer.limit_val_batches=2", "+trainer.limit_test_batches=2"]
     shape = ["model.blocks=[[4,4],[8]]", "trainer.enable_progress_bar=false"]
     script = tmp_path / "vgg.py"
     script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
