@@ -55,6 +55,7 @@ NO_OTHER_WAY = {
     "checkpoint/load.py": {"_buffers", "_parameters"},
     "pipeline/state/module_state.py": {"_buffers", "_modules", "_parameters"},
     "pipeline/crossing/placeholder.py": {"_buffers", "_make_subclass"},
+    "pipeline/shard/partition.py": {"_forward_hooks", "_forward_pre_hooks"},
     "pipeline/shard/sharding.py": {"_buffers", "_parameters"},
     "pipeline/crossing/side_outputs.py": {
         *("_buffers", "_forward_hooks", "_forward_pre_hooks"),
@@ -70,7 +71,7 @@ NO_OTHER_WAY = {
     "pipeline/microbatch.py": {"_BatchNorm"},
     "sparse/ops/convolution.py": {"_conv_forward"},
     "sparse/store/weight.py": {"_make_wrapper_subclass"},
-    "strategy/step/comparison.py": {"_backward_hooks", "_backward_pre_hooks"},
+    "strategy/step/learning.py": {"_backward_hooks", "_backward_pre_hooks"},
     "strategy/tensor_parallel.py": {"_forward_hooks", "_forward_pre_hooks", "_parameters"},
     "strategy/validation.py": {"_NormBase"},
     # What a tensor holds, where the public name checks or warns.

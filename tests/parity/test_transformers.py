@@ -22,7 +22,7 @@ from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.networks import VOCABULARY
 from tests.ranks import run_ranks
 
-STEPS, LAYERS = 8, 4
+STEPS, LAYERS = 3, 4
 
 
 class Texts(Dataset):
