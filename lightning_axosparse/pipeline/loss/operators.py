@@ -239,7 +239,7 @@ _RULES: dict[Rule, str] = {
     _reduced: "sum mean",
     _extreme: "all any is_all_true is_any_true aminmax",
     _along: "amax amin argmax argmin max min median var std prod norm linalg_vector_norm "
-    "logsumexp softmax log_softmax cumsum flip roll sort topk gather scatter fft_r2c",
+    "logsumexp softmax log_softmax cumsum flip roll sort topk gather scatter",
     _loss: "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy "
     "binary_cross_entropy_with_logits nll_loss_forward nll_loss2d_forward",
     _batched: "mm addmm embedding convolution avg_pool2d constant_pad_nd native_group_norm "

@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(address: str, module: str, *arguments: str) -> None:
     """Have ``module.main(*arguments, PARENT)`` run by a fork, and end as it does."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     server = socket.socket(socket.AF_UNIX)
     server.connect(b"\0" + address.encode())
     if user_of(server) != os.getuid() or not server.recv(1):
@@ -47,6 +47,11 @@ def main(address: str, module: str, *arguments: str) -> None:
     if code != -signal.SIGKILL:
         signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def user_of(connection: socket.socket) -> int:

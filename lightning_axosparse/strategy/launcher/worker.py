@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
 import shutil
@@ -35,9 +34,8 @@ from lightning_axosparse.strategy.launcher.call import (
 )
 from lightning_axosparse.strategy.launcher.changes import ReturnsShard, Snapshot, returned_by, write
 from lightning_axosparse.strategy.launcher.pickling import load, save
+from lightning_axosparse.strategy.launcher.stub import end_with_parent
 from lightning_axosparse.support.files import keep_sockets_in
-
-_PR_SET_PDEATHSIG = 1
 
 
 def main(path: str, parent: str = "0") -> None:
@@ -90,7 +88,7 @@ def _end_with_caller(folder: CallFolder) -> None:
     """Kill this process and its children as soon as the caller, or mpiexec, has ended."""
     threading.Thread(target=_kill_after_caller, args=[folder], daemon=True).start()
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
 
 
 def _kill_after_caller(folder: CallFolder) -> None:
