@@ -137,7 +137,7 @@ class Ours:
             targets if stage == stages - 1 else None,
         )
         with self._products():
-            engine.run([StageRun(stage, stages, decides, self._link, passes, engine.Order())])
+            engine.run([StageRun(stage, stages, decides, self._link, passes)])
 
 
 class Torch:

@@ -143,7 +143,11 @@ def copied(node: Any) -> Any:
         return node.detach().clone().requires_grad_(node.requires_grad)
     if isinstance(node, np.ndarray):
         return node.copy()
-    entries = {} if _is_plain(node) else children(node)
+    if type(node) is list or type(node) is tuple:
+        return type(node)([e if isinstance(e, _PLAIN) else copied(e) for e in node])
+    if type(node) is dict:
+        return {key: copied(each) for key, each in node.items()}
+    entries = children(node)
     return rebuilt(node, {key: copied(each) for key, each in entries.items()}) if entries else node
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast, get_args
 
 import torch
@@ -61,101 +62,61 @@ S = TypeVar("S", bound=StageStep)
 _KINDS: tuple[PassKind, ...] = get_args(PassKind)
 
 
-class Order:
-    """Starts what the schedule of a stage chooses."""
+class SharedOrder:
+    """The order of passes on ranks that share layers: the first one chooses, the others follow.
+
+    Args:
+        leader: the first of these ranks.
+        leads: whether that is this rank.
+        broadcast: broadcasts a tensor from the first rank, without waiting for the others.
+    """
+
+    def __init__(
+        self, leader: int, leads: bool, broadcast: Callable[[Tensor], dist.Work | None]
+    ) -> None:
+        self._leader, self._leads, self._broadcast = leader, leads, broadcast
+        self._kind = torch.zeros(1, dtype=torch.uint8)
+        self._under_way: dist.Work | None = None
+        self._told: PassKind | None = None
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> SharedOrder:
+        """Create that of the ranks of a group."""
+        leader = dist.get_global_rank(group, 0)
+        broadcast = partial(dist.broadcast, group_src=0, group=group, async_op=True)
+        return cls(leader, dist.get_rank(group) == 0, broadcast)
 
     @property
     def awaited(self) -> str:
-        """What this rank waits for besides messages of adjacent stages, in words."""
-        return ""
+        """The pass that this rank has not been told of yet, in words."""
+        if self._leads or self._told:
+            return ""
+        return f"the next pass from rank {self._leader}, which shares its layers"
 
     def start_next(self, schedule: Schedule, activations: int, gradients: int) -> Op | None:
         """Start the next pass, if there is one; arguments as for :meth:`Schedule.start_next`."""
-        return schedule.start_next(activations, gradients)
-
-
-class LeadingOrder(Order):
-    """The first rank of a group, whose schedule decides for all.
-
-    Args:
-        tell: tells the others the kind of a pass, without waiting for them.
-    """
-
-    def __init__(self, tell: Callable[[PassKind], None]) -> None:
-        self._tell = tell
-
-    def start_next(self, schedule: Schedule, activations: int, gradients: int) -> Op | None:
-        """Start what the schedule chooses, and tell the others."""
-        op = super().start_next(schedule, activations, gradients)
-        if op is not None:
-            self._tell(op.kind)
-        return op
-
-
-class FollowingOrder(Order):
-    """Another rank of a group, which replays what the first one starts.
-
-    Args:
-        ask: returns the kind of the next pass, in the order in which they are told; None as long as
-            it has not been told.
-        leader: the first rank, in words.
-    """
-
-    def __init__(self, ask: Callable[[], PassKind | None], leader: str) -> None:
-        self._ask, self._leader = ask, leader
-        self._told: PassKind | None = None
-
-    @property
-    def awaited(self) -> str:
-        """The next pass, until it has been told."""
-        return "" if self._told else f"the next pass from {self._leader}, which shares its layers"
-
-    def start_next(self, schedule: Schedule, activations: int, gradients: int) -> Op | None:
-        """Start what was told, once the message for it is here."""
-        self._told = self._told or self._ask()
-        if self._told is None or not schedule.has_arrived(self._told, activations, gradients):
+        if self._leads:
+            op = schedule.start_next(activations, gradients)
+            if op is not None:
+                self._broadcast(torch.tensor([_KINDS.index(op.kind)], dtype=torch.uint8))
+            return op
+        self._told = kind = self._told or self._ask()
+        if kind is None or not schedule.arrived(activations, gradients)[kind]:
             return None
-        op, self._told = schedule.start(self._told), None
-        return op
+        self._told = None
+        return schedule.start(kind)
 
-
-class _Told:
-    """Passes on their way from the first rank of a group, by broadcasts that nobody waits in."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._kind = torch.zeros(1, dtype=torch.uint8)
-        self._under_way: dist.Work | None = None
-
-    def tell(self, kind: PassKind) -> None:
-        self._broadcast(torch.tensor([_KINDS.index(kind)], dtype=torch.uint8))
-
-    def ask(self) -> PassKind | None:
-        if self._under_way is None:
-            self._under_way = self._broadcast(self._kind)
-        if not self._under_way.is_completed():
+    def _ask(self) -> PassKind | None:
+        """The next pass that the first rank starts, if it has told."""
+        self._under_way = self._under_way or self._broadcast(self._kind)
+        if self._under_way is None or not self._under_way.is_completed():
             return None
         self._under_way = None
         return _KINDS[int(self._kind)]
 
-    def _broadcast(self, kind: torch.Tensor) -> dist.Work:
-        work: dist.Work | None = dist.broadcast(kind, group_src=0, group=self._group, async_op=True)
-        assert work is not None
-        return work
-
-
-def agreed_order(group: dist.ProcessGroup | None) -> Order:
-    """Who decides on the ranks of a group that share layers; None: each stage for itself."""
-    if group is None:
-        return Order()
-    told = _Told(group)
-    if dist.get_rank(group) == 0:
-        return LeadingOrder(told.tell)
-    return FollowingOrder(told.ask, f"rank {dist.get_global_rank(group, 0)}")
-
 
 class StageRun:
-    """The state of one stage in one batch."""
+    """The state of one stage in one batch; with an ``order`` other ranks share its layers."""
 
     def __init__(
         self,
@@ -164,7 +125,7 @@ class StageRun:
         schedule: Schedule,
         link: Link,
         passes: StageStep,
-        order: Order,
+        order: SharedOrder | None = None,
     ) -> None:
         self.stage, self.schedule, self.passes = stage, schedule, passes
         self._order = order
@@ -185,6 +146,8 @@ class StageRun:
             activations = schedule.forwards + len(link.activations)
         if not self._last:
             gradients = schedule.backwards + len(link.gradients)
+        if self._order is None:
+            return schedule.start_next(activations, gradients)
         return self._order.start_next(schedule, activations, gradients)
 
     def receive_activation(self) -> Message | None:
@@ -222,7 +185,7 @@ class StageRun:
 
     def awaited(self) -> str:
         """The messages without which this stage cannot continue, in words."""
-        if self._order.awaited:
+        if self._order is not None and self._order.awaited:
             return self._order.awaited
         missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
         if not self._first and forwards < self.schedule.microbatches:
@@ -243,7 +206,7 @@ def run(stages: Sequence[StageRun]) -> None:
     rank = this_rank()
     unfinished = [stage for stage in stages if not stage.schedule.finished]
     while unfinished:
-        stage, (kind, microbatch) = _next(unfinished)
+        stage, (kind, microbatch) = _startable(unfinished) or _awaited(unfinished)
         rank.begin_pass(kind, microbatch)
         with clock.span(kind, stage.stage, microbatch):
             if kind == "forward":
@@ -260,18 +223,17 @@ def run(stages: Sequence[StageRun]) -> None:
         stage.end()
 
 
-def _next(stages: Sequence[StageRun]) -> tuple[StageRun, Op]:
-    """The stage that can run a pass, and the pass; waits for messages until there is one."""
-    startable = _startable(stages)
-    if startable is None:
-        first = stages[0]
-        with clock.span("wait", first.stage), BackOff(first.awaited) as back_off:
-            while (startable := _startable(stages)) is None:
-                back_off.pause()
+def _awaited(stages: Sequence[StageRun]) -> tuple[StageRun, Op]:
+    """Wait for messages until a stage can run a pass; return the stage and the pass."""
+    first = stages[0]
+    with clock.span("wait", first.stage), BackOff(first.awaited) as back_off:
+        while (startable := _startable(stages)) is None:
+            back_off.pause()
     return startable
 
 
 def _startable(stages: Sequence[StageRun]) -> tuple[StageRun, Op] | None:
+    """The first stage that can run a pass, and the pass; None if there is none."""
     for stage in stages:
         op = stage.start_next()
         if op is not None:
@@ -289,7 +251,7 @@ class Pipeline:
         limit: of micro-batches in flight.
         rng: seeds the random numbers of a batch.
         gather: returns the values of all ranks of the pipeline.
-        agreed_order: decides on the ranks of a group that share layers.
+        order: of passes, where other ranks share layers with this one.
         outer_parameters: returns the parameters outside the layers.
     """
 
@@ -301,10 +263,10 @@ class Pipeline:
         limit: InFlightLimit,
         rng: PipelineRNG,
         gather: Callable[[Any], list[Any]],
-        agreed_order: Order,
+        order: SharedOrder | None = None,
         outer_parameters: Callable[[], Collection[nn.Parameter]] = list,
     ) -> None:
-        self._agreed_order = agreed_order
+        self._shared_order = order
         self.limit, self._schedule = limit, schedule
         self.peak_in_flight: dict[int, int] = {}
         """Most micro-batches that each stage of this process held in its last training batch."""
@@ -451,7 +413,7 @@ class Pipeline:
     ) -> list[StageRun]:
         return [
             StageRun(
-                stage, self._stages, order[stage], self._links[stage], step, self._agreed_order
+                stage, self._stages, order[stage], self._links[stage], step, self._shared_order
             )
             for stage, step in steps.items()
         ]

@@ -85,28 +85,23 @@ class PipelineRNG:
         self._seeds = random.Random(seed)
         self._device, self._part = device, part
         self._batch = 0
-        self._before: Generators | None = None
-        self._after: Generators | None = None
+        self._begin: Generators
+        """The states of before the batch."""
+        self._after: Generators
         self.uses_numpy = False
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Surround the runs of a batch; after it the generators are as before, or as kept."""
         self._batch = self._seeds.getrandbits(48)
-        self._before = self._after = Generators(self._device)
+        self._begin = self._after = Generators(self._device)
         if self._part is not None:
             self.seed_layers(self._part, -1)
-            self._before = Generators(self._device)
+            self._begin = Generators(self._device)
         try:
             yield
         finally:
             self._after.restore(self._device)
-            self._before = self._after = None
-
-    @property
-    def _begin(self) -> Generators:
-        assert self._before is not None
-        return self._before
 
     def begin_run(self, is_whole: bool = False) -> None:
         """Let a run of the step begin with the generators as they were before the batch."""
@@ -310,11 +305,7 @@ class ComparedNumbers(SampledNumbers):
     """
 
     draws_outside = False
-
-    @property
-    def is_innermost(self) -> bool:
-        """False: it is not left where layers begin."""
-        return False
+    may_leave = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         used = self._used

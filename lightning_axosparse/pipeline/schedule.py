@@ -58,11 +58,8 @@ class Schedule(ABC):
         self._forwards_first = forwards_first
         self.forwards = 0
         self.backwards = 0
-
-    @property
-    def held(self) -> int:
+        self.held = 0
         """Micro-batches that have gone forward and not yet back."""
-        return self.forwards - self.backwards
 
     @property
     def finished(self) -> bool:
@@ -81,27 +78,30 @@ class Schedule(ABC):
         Returns:
             The pass to run now, or None when the stage has to wait for a message.
         """
-        can_forward = self.has_arrived("forward", activations, gradients)
-        can_backward = self.has_arrived("backward", activations, gradients)
-        if self._forwards_first and self.forwards < self.microbatches:
-            can_backward = False
-        if can_forward:
-            can_forward = self.held < self.in_flight
+        arrived = self.arrived(activations, gradients)
+        can_forward = arrived["forward"] and self.held < self.in_flight
+        waits = self._forwards_first and self.forwards < self.microbatches
+        can_backward = arrived["backward"] and not waits
+        if not (can_forward or can_backward):
+            return None
         kind = self._choose(can_forward, can_backward)
         return None if kind is None else self.start(kind)
 
-    def has_arrived(self, kind: PassKind, activations: int, gradients: int) -> bool:
-        """Whether the message for the next pass of a kind is there; arguments as above."""
-        if kind == "forward":
-            return self.forwards < min(self.microbatches, activations)
-        return self.backwards < min(self.forwards, gradients)
+    def arrived(self, activations: int, gradients: int) -> dict[PassKind, bool]:
+        """Whether the message for the next pass of each kind is there; arguments as above."""
+        return {
+            "forward": self.forwards < min(self.microbatches, activations),
+            "backward": self.backwards < min(self.forwards, gradients),
+        }
 
     def start(self, kind: PassKind) -> Op:
         """Count the next pass of a kind as started."""
         if kind == "forward":
             self.forwards += 1
+            self.held += 1
             return Op(kind, self.forwards - 1)
         self.backwards += 1
+        self.held -= 1
         return Op(kind, self.backwards - 1)
 
     @abstractmethod
@@ -121,7 +121,7 @@ class MessageDriven(Schedule):
         self._has_slack = self.in_flight > stages
 
     def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
-        if can_forward and (self._warming_up or not can_backward):
+        if can_forward and (not can_backward or self._warming_up):
             return "forward"
         if can_backward and (self._has_slack or not self._warming_up):
             return "backward"
@@ -148,14 +148,15 @@ class ForwardOnly(Schedule):
     """Evaluation: a micro-batch is done, and no longer held, once it has gone forward."""
 
     @property
-    def held(self) -> int:
-        """Nothing is kept for a backward pass."""
-        return 0
-
-    @property
     def finished(self) -> bool:
         """Whether every micro-batch has gone forward."""
         return self.forwards == self.microbatches
+
+    def start(self, kind: PassKind) -> Op:
+        """Count the next pass as started, for which nothing is held."""
+        op = super().start(kind)
+        self.held = 0
+        return op
 
     def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         return "forward" if can_forward else None

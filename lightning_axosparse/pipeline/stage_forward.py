@@ -227,7 +227,9 @@ class _Running(NamedTuple):
         part: the layers of the stage; none of the end of the step.
         side_outputs: what hooks and attributes of layers hold.
         values: what the step computes between layers.
+        inner: backward passes that the step runs itself.
         modes: those that observe the step, but not the layers.
+        sends: whether a later stage goes on with the step, and needs what this one leaves.
     """
 
     visit: Visit
@@ -236,11 +238,7 @@ class _Running(NamedTuple):
     values: DerivedValues
     inner: InnerBackward
     modes: Sequence[Mode]
-
-    @property
-    def sends(self) -> bool:
-        """Whether a later stage goes on with the step, and needs what this one leaves."""
-        return self.visit.sent is not None
+    sends: bool
 
 
 class PipelinedLayers:
@@ -278,7 +276,7 @@ class PipelinedLayers:
     def part(self, stage: int) -> range:
         """The layers of a stage."""
         count = len(self.layers)
-        return range(count, count) if stage == self.end else self.parts[stage]
+        return self.parts[stage] if stage < len(self.parts) else range(count, count)
 
     def install(self, stages: Sequence[int]) -> None:
         """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
@@ -321,9 +319,12 @@ class PipelinedLayers:
         modes = [*visit.modes, values] if values.follows else visit.modes
         earlier = self.layers[: part.start]
         inner = InnerBackward(self._module.parameters, visit.received_tensors, earlier)
-        self._running = _Running(visit, part, side_outputs, values, inner, modes)
+        sends = sent is not None
+        self._running = _Running(visit, part, side_outputs, values, inner, modes, sends)
         try:
-            with ExitStack() if not modes else _entered(modes):
+            with ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode)
                 yield
         finally:
             inner.end()
@@ -473,14 +474,6 @@ class PipelinedLayers:
             "random, and the network may not be called twice: two views of a sample go through "
             "it together, `net(torch.cat([a, b])).chunk(2)`." + see("steps")
         )
-
-
-@contextmanager
-def _entered(modes: Sequence[Mode]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
-        yield
 
 
 # Only a layer's own forward is to be compiled.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -128,9 +128,10 @@ class Batch:
         """What a stage sends."""
         return Sent() if self.crossing is None else self.crossing[stage]
 
-    @contextmanager
-    def observed(self, part: MicroBatch, visit: Visit, counts: bool = False) -> Iterator[None]:
-        """Observe a run, and let it draw the random numbers of its samples, inside the context.
+    def observed(
+        self, part: MicroBatch, visit: Visit, counts: bool = False
+    ) -> AbstractContextManager[None]:
+        """Observe a run; return a context in which it draws the random numbers of its samples.
 
         Args:
             part: the micro-batch, or the whole batch.
@@ -140,11 +141,9 @@ class Batch:
         visit.modes = [*self.effects.modes, *visit.modes]
         numbers = self.numbers.get(visit.stage)
         if numbers is None:
-            yield
-            return
+            return nullcontext()
         visit.modes = [numbers, *visit.modes]
-        with numbers.of(part.begin, part.begin + part.size, counts):
-            yield
+        return numbers.of(part.begin, part.begin + part.size, counts)
 
     def called(self, given: Any) -> Any:
         """Call the step."""
@@ -241,10 +240,10 @@ class StageStep:
         visit.modes = modes
         self._rng.begin_run()
         try:
+            given = copied(part.batch)
+            self._given(given, part, visit)
             with batch.of_pass(self.stage), batch.observed(part, visit):
                 with self._layers.visit(visit), batch.precision():
-                    given = copied(part.batch)
-                    self._given(given, part, visit)
                     output = batch.called(given)
                     self._layers.end_step(visit, output, self._may_call_no_layer)
                     return output
@@ -318,10 +317,6 @@ class TrainingStageStep(StageStep):
         self.output: Any = None
         """What the step has returned for the batch, on the last stage."""
 
-    def _visit(self, microbatch: int, received: Message) -> Visit:
-        visit = self._visits[microbatch] = super()._visit(microbatch, received)
-        return visit
-
     def backward(
         self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients | None
     ) -> float | None:
@@ -357,12 +352,9 @@ class TrainingStageStep(StageStep):
 
     def _passed(self, visit: Visit, microbatch: int) -> Activation:
         """Run the step, and measure what is left in memory after it has ended by ``StageEdge``."""
-        with self._measured(visit):
+        self._visits[microbatch] = visit
+        with self._limit.measured(self.stage, visit.tensors):
             return super()._passed(visit, microbatch)
-
-    def _measured(self, visit: Visit) -> AbstractContextManager[None]:
-        """Measure what the pass that runs in this context leaves in memory."""
-        return self._limit.measured(self.stage, visit.tensors)
 
 
 def propagate(sent: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

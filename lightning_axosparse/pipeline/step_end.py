@@ -162,8 +162,7 @@ class WholeStageStep(TrainingStageStep, WholeStep):
 
     def forward(self, microbatch: int, received: Any) -> Activation:
         """Run the user's step on the batch."""
-        self._visits[microbatch] = self._visit(microbatch, NOTHING)
-        with self._measured(self._visits[microbatch]):
+        with self._limit.measured(self.stage, ()):
             self.output = self.run()
         return Activation()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -100,21 +101,22 @@ def object_leaves(tree: Any, kinds: Kinds) -> list[Any]:
 
     Something that cannot be pickled counts as if it held none.
     """
-    if isinstance(tree, kinds):
-        return [tree]
-    kind = type(tree)
-    if kind is tuple or kind is list:
-        return [leaf for child in tree for leaf in object_leaves(child, kinds)]
-    if kind is dict:
-        return [leaf for child in tree.values() for leaf in object_leaves(child, kinds)]
-    if isinstance(tree, PLAIN):
-        return []
-    if kind in SUPPORTED_NODES:
-        return [leaf for child in tree_leaves(tree) for leaf in object_leaves(child, kinds)]
-    try:
-        return take_apart(tree, kinds)[1]
-    except CannotPickle:
-        return []
+    leaves, waiting = [], [tree]
+    while waiting:
+        node = waiting.pop()
+        kind = type(node)
+        if isinstance(node, kinds):
+            leaves.append(node)
+        elif kind is tuple or kind is list:
+            waiting += node[::-1]
+        elif kind is dict:
+            waiting += reversed(node.values())
+        elif kind in SUPPORTED_NODES:
+            waiting += tree_leaves(node)[::-1]
+        elif not isinstance(node, PLAIN):
+            with suppress(CannotPickle):
+                leaves += take_apart(node, kinds)[1]
+    return leaves
 
 
 def object_map(

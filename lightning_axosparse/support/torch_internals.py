@@ -420,14 +420,9 @@ def writes_beside(operator: Any) -> bool:
 class PausableMode(TorchFunctionMode):
     """A mode that observes the torch functions of a step, except while it is paused."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_paused = False
-
-    @property
-    def is_innermost(self) -> bool:
-        """Whether it was entered last of all modes of its kind."""
-        return _get_current_function_mode() is self
+    may_leave = True
+    """Whether it is left while it is paused, where it was entered last."""
+    _is_paused = False
 
     def pause(self) -> None:
         """Take in that it begins to be paused."""
@@ -439,9 +434,9 @@ class PausableMode(TorchFunctionMode):
 class PausableOperatorMode(OperatorMode):
     """A mode that observes the operators of a step, except while it is paused."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_paused = False
+    may_leave = True
+    """Whether it is left while it is paused, where it was entered last."""
+    _is_paused = False
 
     def __torch_dispatch__(
         self,
@@ -453,11 +448,6 @@ class PausableOperatorMode(OperatorMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         return self.observe(func, args, kwargs or {})
-
-    @property
-    def is_innermost(self) -> bool:
-        """Whether it was entered last of all modes of its kind."""
-        return _get_current_dispatch_mode() is self
 
     def pause(self) -> None:
         """Take in that it begins to be paused."""
@@ -478,7 +468,8 @@ class paused:
     def __enter__(self) -> None:
         for mode in reversed(self._modes):
             # A mode that is entered costs a microsecond for each torch function.
-            leaves = mode.is_innermost
+            innermost = _get_current_function_mode(), _get_current_dispatch_mode()
+            leaves = mode.may_leave and mode in innermost
             if leaves:
                 mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._left.append(leaves)

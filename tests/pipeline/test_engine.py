@@ -16,7 +16,7 @@ from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpoint
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
-from lightning_axosparse.pipeline.engine import KeepingStep, Order, Pipeline
+from lightning_axosparse.pipeline.engine import KeepingStep, Pipeline
 from lightning_axosparse.pipeline.joining import Axis, Layouts, learn
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
@@ -44,7 +44,7 @@ def pipeline(
     links = dict(enumerate(LoopbackLink.chain(stages)))
     randomness = PipelineRNG(0, torch.device("cpu"))
     limit = InFlightLimit(in_flight)
-    shared = limit, randomness, lambda value: [value], Order(), outer_parameters
+    shared = limit, randomness, lambda value: [value], None, outer_parameters
     return Pipeline(dealt, links, SCHEDULES[schedule], *shared), dealt
 
 

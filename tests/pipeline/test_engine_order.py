@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from lightning_axosparse.pipeline.engine import (
-    FollowingOrder,
-    LeadingOrder,
-    Order,
-)
-from lightning_axosparse.pipeline.schedule import SCHEDULES, ForwardOnly, Op, PassKind, Schedule
+from lightning_axosparse.pipeline.engine import _KINDS, SharedOrder
+from lightning_axosparse.pipeline.schedule import SCHEDULES, ForwardOnly, Op, Schedule
 
 
 class Rank:
     """One stage of one pipeline: its schedule, and the messages that have arrived."""
 
-    def __init__(self, schedule: Schedule, order: Order, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, order: SharedOrder, is_first: bool, is_last: bool
+    ) -> None:
         self.schedule, self.order = schedule, order
         self.activations = schedule.microbatches if is_first else 0
         self.gradients = schedule.microbatches if is_last else 0
@@ -32,8 +33,25 @@ class Rank:
         return op
 
 
-def follower(told: deque[PassKind]) -> FollowingOrder:
-    return FollowingOrder(lambda: told.popleft() if told else None, "rank 0")
+class Receive:
+    """A broadcast in which a rank that follows takes part."""
+
+    def __init__(self, told: deque[Tensor], kind: Tensor) -> None:
+        self.told, self.kind = told, kind
+
+    def is_completed(self) -> bool:
+        if not self.told:
+            return False
+        self.kind.copy_(self.told.popleft())
+        return True
+
+
+def follower(told: deque[Tensor]) -> SharedOrder:
+    return SharedOrder(0, False, lambda kind: Receive(told, kind))
+
+
+def leader(tell: Callable[[Tensor], None]) -> SharedOrder:
+    return SharedOrder(0, True, tell)
 
 
 @given(
@@ -51,16 +69,16 @@ def test_every_order_of_messages_ends_with_the_same_passes_in_a_group(
     limit = stages + slack
     ranks: dict[tuple[int, int], Rank] = {}
     arriving: list[tuple[int, int, str]] = []  # messages between stages, under way
-    channels: list[tuple[deque[PassKind], deque[PassKind]]] = []  # told, and delivered
+    channels: list[tuple[deque[Tensor], deque[Tensor]]] = []  # told, and delivered
     for stage in range(stages):
-        mine = [(deque[PassKind](), deque[PassKind]()) for _ in range(g_tensor - 1)]
+        mine = [(deque[Tensor](), deque[Tensor]()) for _ in range(g_tensor - 1)]
         channels += mine
 
-        def tell(op: PassKind, mine: list = mine) -> None:
+        def tell(kind: Tensor, mine: list = mine) -> None:
             for sent, _ in mine:
-                sent.append(op)
+                sent.append(kind)
 
-        orders: list[Order] = [LeadingOrder(tell), *(follower(there) for _, there in mine)]
+        orders = [leader(tell), *(follower(there) for _, there in mine)]
         for tensor_rank, order in enumerate(orders):
             schedule = kind(stage, stages, microbatches, limit)
             ranks[stage, tensor_rank] = Rank(schedule, order, stage == 0, stage == stages - 1)
@@ -99,11 +117,11 @@ def test_every_order_of_messages_ends_with_the_same_passes_in_a_group(
 
 def test_a_rank_waits_for_the_message_of_the_pass_that_it_was_told() -> None:
     schedule = SCHEDULES["1f1b"](1, 2, 2, 2)
-    told: deque[PassKind] = deque()
+    told: deque[Tensor] = deque()
     order = follower(told)
     assert order.awaited == "the next pass from rank 0, which shares its layers"
     assert order.start_next(schedule, 1, 2) is None  # It has a message, but was told nothing.
-    told.append("forward")
+    told.append(torch.tensor([_KINDS.index("forward")], dtype=torch.uint8))
     assert order.start_next(schedule, 0, 2) is None
     assert order.awaited == ""
     assert order.start_next(schedule, 1, 2) == Op("forward", 0)

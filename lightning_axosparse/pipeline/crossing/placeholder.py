@@ -327,8 +327,8 @@ _LEAVES = (Tensor, Unsent)
 
 
 def described(tree: Any) -> Any:
-    """Put descriptions in the places of an object's tensors."""
-    return object_map(Tensor, Unsent.of, tree)
+    """Put descriptions in the places of an object's tensors; those that are there stay."""
+    return object_map(_LEAVES, lambda e: Unsent.of(e) if isinstance(e, Tensor) else e, tree)
 
 
 def values_in(tree: Any) -> list[Any]:

@@ -157,11 +157,12 @@ class PartedStageStep(TrainingStageStep):
         try:
             if received is not None and received.content.has_failed:
                 raise FirstRead
-            visit = self._visit(microbatch, received or NOTHING)
+            visit = self._visits[microbatch] = self._visit(microbatch, received or NOTHING)
             visit.ends_behind_layers, visit.behind_layers = False, followed.follow_output
             visit.behind_layer = followed.follow_layer
             visit.sent = visit.sent if self._keeps else None
-            with self._log.of_part(self._tracker.of_tensor), self._measured(visit):
+            measured = self._limit.measured(self.stage, visit.tensors)
+            with self._log.of_part(self._tracker.of_tensor), measured:
                 output = self._run_step(visit, part, [self._tracker])
             followed.add(output, part)
             self.returns_mapping = isinstance(output, Mapping)

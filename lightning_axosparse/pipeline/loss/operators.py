@@ -262,6 +262,7 @@ class Operator(NamedTuple):
         name: the same where it works in place.
         rule: what it makes of samples.
         draws: whether it draws random numbers.
+        writes: whether it changes an argument in place.
         spreads: whether it makes one number in all places of one.
     """
 
@@ -269,6 +270,7 @@ class Operator(NamedTuple):
     name: str
     rule: Rule
     draws: bool
+    writes: bool
     spreads: bool
 
 
@@ -278,13 +280,14 @@ def known(function: Any) -> Operator:
     name, draws = name_of(function).removeprefix("aten::").strip("_"), is_random(function)
     default = _view if is_view(function) else Call.rows if is_pointwise(function) else _unknown
     rule = _unknown if draws else _RULE_OF.get(name, default)
-    return Operator(function, name, rule, draws, is_pointwise(function) or rule in (_view, _linear))
+    spreads = is_pointwise(function) or rule in (_view, _linear)
+    return Operator(function, name, rule, draws, function._schema.is_mutable, spreads)
 
 
 def made_of(call: Call) -> Note:
     """What an operator makes of what it was given."""
     operator = call.operator
-    if call.are_constant() and operator.rule is not _filled and not operator.draws:
+    if {*call.notes} <= {CONSTANT, FILLED} and operator.rule is not _filled and not operator.draws:
         return FILLED if operator.spreads and {*call.notes} == {FILLED} else CONSTANT
     note = operator.rule(call)
     if note is not None:

@@ -9,6 +9,7 @@ which way to try. Whether it gives the loss and the gradient of the whole batch 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,11 +51,16 @@ class SampleTracker(PausableOperatorMode):
 
     def __init__(self, constants: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self._constants = {memory_of(each)[0] for each in constants}
+        self._tensors = constants
         self._notes: dict[Any, tuple[Tensor, Note]] = {}
         self.samples, self.functions, self.program = 0, 0, 0
         self._numbers: SampledNumbers | None = None
         self._problem = ""
+
+    @cached_property
+    def _constants(self) -> set[int]:
+        """The memory of tensors of the module."""
+        return {memory_of(each)[0] for each in self._tensors}
 
     def begin(self, samples: int, numbers: SampledNumbers | None = None) -> None:
         """Begin to follow a run of the step on a micro-batch.
@@ -81,8 +87,9 @@ class SampleTracker(PausableOperatorMode):
     def of_tensor(self, tensor: Tensor) -> Note:
         """What a tensor is."""
         key = memory_of(tensor)
-        if key in self._notes:
-            return self._notes[key][1]
+        noted = self._notes.get(key)
+        if noted is not None:
+            return noted[1]
         is_constant = isinstance(tensor, nn.Parameter) or key[0] in self._constants
         return CONSTANT if is_constant else Unknown(self._problem)
 
@@ -96,8 +103,10 @@ class SampleTracker(PausableOperatorMode):
             numbers = [n for n in numbers if n == n]  # NaN is never the same number.
             self.functions = hash((self.functions, func))
             self.program = hash((self.program, func, *numbers))
-        written = {memory_of(tensor)[0] for tensor in mutated_tensors(func, args, kwargs)}
-        if not written.isdisjoint(self._constants):
+        written = set[int]()
+        if operator.writes:
+            written = {memory_of(tensor)[0] for tensor in mutated_tensors(func, args, kwargs)}
+        if written and not written.isdisjoint(self._constants):
             self._forget(f"torch.{operator.name} writes to a tensor of the module")
         output = func(*args, **kwargs)
         made = [output] if isinstance(output, Tensor) else tensors_in(output)

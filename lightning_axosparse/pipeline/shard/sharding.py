@@ -85,8 +85,13 @@ class Sharding:
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
-            if not self.holders_of(name).isdisjoint(self._local)
+            if not (self.holders.get(name) or self._holders_of_name(name)).isdisjoint(self._local)
         }
+
+    def outside(self) -> list[nn.Parameter]:
+        """The parameters that no layer has."""
+        prefixes = tuple(f"{layer}." for layer in self._layers)
+        return [each for name, each in self.held().items() if not name.startswith(prefixes)]
 
     def counted(self) -> set[str]:
         """The names that this rank counts, so that each is counted once over a pipeline."""

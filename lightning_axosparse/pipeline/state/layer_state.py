@@ -85,12 +85,15 @@ class LayerState:
         for each in self._counted.values():
             each.parts = []
 
-    @contextmanager
-    def of_pass(self, stage: int | None) -> Iterator[None]:
+    def of_pass(self, stage: int | None) -> AbstractContextManager[None]:
         """Surround a micro-batch's pass through a stage; with None a run that passes none.
 
         Hooks of a layer are called in other runs, too: what they change there does not count.
         """
+        return self._of_pass(stage) if self._counted or self._rewritten else nullcontext()
+
+    @contextmanager
+    def _of_pass(self, stage: int | None) -> Iterator[None]:
         counted = list(self._counted.values())
         copies = [copied(each.value) for each in counted]
         rewritten = [each for (_, own), each in self._rewritten.items() if stage in (own, None)]

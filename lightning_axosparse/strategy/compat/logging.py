@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +16,6 @@ from torchmetrics import Metric
 
 from lightning_axosparse.pipeline.loss.operators import UNKNOWN, Note
 from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import without_dispatch_modes
 from lightning_axosparse.support.troubleshooting import see
 
@@ -51,8 +50,9 @@ class StepLog:
         self.prints: list[Callable[[], None]] = []
         self._note: Note = UNKNOWN
 
-    @contextmanager
-    def recorded(self, note_of: Callable[[Tensor], Note] | None = None) -> Iterator[None]:
+    def recorded(
+        self, note_of: Callable[[Tensor], Note] | None = None
+    ) -> AbstractContextManager[None]:
         """Record what is logged and printed inside the context, and do nothing else with it.
 
         Lightning checks the arguments of ``self.log``, in the line of the user.
@@ -66,23 +66,12 @@ class StepLog:
             functions["log"] = partial(self._noted, note_of)
         results = cast(Any, self._module.trainer)._results
         # There are no results in prediction, where Lightning refuses to log.
-        log = nullcontext() if results is None else patched(results, "log", self._record)
-        with self._replaced(**functions), log:
-            yield
+        owners = vars(self._module), {} if results is None else vars(results)
+        return _replaced((owners[0], functions), (owners[1], {"log": self._record}))
 
     def ignored(self) -> AbstractContextManager[None]:
         """Do nothing, inside the context, with what is logged and printed."""
-        return self._replaced(log=_ignore, print=_ignore)
-
-    @contextmanager
-    def _replaced(self, **functions: Callable[..., None]) -> Iterator[None]:
-        own = vars(self._module)
-        own.update(functions)
-        try:
-            yield
-        finally:
-            for name in functions:
-                del own[name]
+        return _replaced((vars(self._module), {"log": _ignore, "print": _ignore}))
 
     def print(self) -> None:
         """Print what was printed; Lightning does so on the first rank."""
@@ -138,6 +127,19 @@ class StepLog:
         module = self._module
         texts = map(str, values)  # Values may change until then.
         self.prints.append(partial(type(module).print, module, *texts, **options))
+
+
+@contextmanager
+def _replaced(*replaced: tuple[dict[str, Any], Mapping[str, Any]]) -> Iterator[None]:
+    """Let objects, of which these are the attributes, have others inside the context."""
+    for attributes, functions in replaced:
+        attributes.update(functions)
+    try:
+        yield
+    finally:
+        for attributes, functions in replaced:
+            for name in functions:
+                del attributes[name]
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -97,9 +97,12 @@ class PipelinedMetrics:
         Args:
             reads: whether to read the tensors that metrics are given.
         """
-        self.touched = False
-        with patched(self, "_mode", "read" if reads else "skipped"):
+        before, self.touched = self._mode, False
+        self._mode = "read" if reads else "skipped"
+        try:
             yield
+        finally:
+            self._mode = before
 
     def _metrics(self) -> Iterator[Any]:
         kinds = Metric, MetricCollection

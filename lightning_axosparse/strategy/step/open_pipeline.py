@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.choice import InFlightLimit
-from lightning_axosparse.pipeline.engine import Pipeline, agreed_order
+from lightning_axosparse.pipeline.engine import Pipeline, SharedOrder
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.state.layer_state import LayerState
@@ -66,7 +66,7 @@ class OpenPipeline:
                 limit,
                 self.rng,
                 partial(all_gather, group=groups.inter),
-                agreed_order(groups.ordered),
+                None if groups.ordered is None else SharedOrder.of(groups.ordered),
                 self._outer_parameters,
             )
             self.metrics = PipelinedMetrics(
@@ -106,9 +106,4 @@ class OpenPipeline:
 
     def _outer_parameters(self) -> list[nn.Parameter]:
         """The parameters outside the layers that are trained."""
-        sharding = self.stage_module.sharding
-        return [
-            parameter
-            for name, parameter in sharding.held().items()
-            if parameter.requires_grad and sharding.stage_of(name) is None
-        ]
+        return [each for each in self.stage_module.sharding.outside() if each.requires_grad]
