@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.state.module_state import (
-    Place,
+    AttributePath,
     held_by,
     hold,
     owner_of,
@@ -33,7 +33,7 @@ from lightning_axosparse.support.troubleshooting import see
 class _Counted:
     """An attribute of a layer, and what micro-batches have made of it."""
 
-    place: Place
+    place: AttributePath
     stage: int
     owner: Any
     parts: list[Any] = field(default_factory=list)
@@ -53,15 +53,15 @@ class LayerState:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._counted: dict[Place, _Counted] = {}
-        self._rewritten: dict[tuple[Place, int], Tensor] = {}
+        self._counted: dict[AttributePath, _Counted] = {}
+        self._rewritten: dict[tuple[AttributePath, int], Tensor] = {}
         self._versions: dict[int, list[int]] = {}
         """Of these, by stage, as the first micro-batch has found them."""
 
     def learn(
         self,
-        counted: Collection[tuple[Place, int]],
-        rewritten: Collection[tuple[Place, int]] = (),
+        counted: Collection[tuple[AttributePath, int]],
+        rewritten: Collection[tuple[AttributePath, int]] = (),
     ) -> None:
         """Take in which attributes these are, each with its stage.
 
@@ -145,7 +145,7 @@ def _holding(attributes: Sequence[_Counted], values: Sequence[Any]) -> Iterator[
             each.value = value
 
 
-def depends_on_samples(place: Place) -> str:
+def depends_on_samples(place: AttributePath) -> str:
     """What to say of an attribute of a layer that micro-batches do not change alike."""
     return (
         f"A layer changes `{place}` by what is in its samples: here each micro-batch does, one "

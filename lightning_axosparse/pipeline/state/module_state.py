@@ -46,7 +46,7 @@ How = Literal["replaced", "changed", "extended"]
 """Whether an attribute got another object, or the same object was changed, or a list has grown."""
 
 
-class Place(NamedTuple):
+class AttributePath(NamedTuple):
     """Where an attribute is: of the module, of a part of it, or of an object that it holds.
 
     Attributes:
@@ -93,7 +93,7 @@ def hold(owner: Any, name: str, value: Any) -> None:
         namespace[name] = value
 
 
-def owner_of(module: nn.Module, place: Place) -> Any:
+def owner_of(module: nn.Module, place: AttributePath) -> Any:
     """What has the attribute of a place; None if it is gone."""
     owner: Any = module
     try:
@@ -105,13 +105,13 @@ def owner_of(module: nn.Module, place: Place) -> Any:
     return None if owner is MISSING else owner
 
 
-def value_at(module: nn.Module, place: Place) -> Any:
+def value_at(module: nn.Module, place: AttributePath) -> Any:
     """What the attribute of a place holds; ``MISSING`` if it is gone."""
     owner = owner_of(module, place)
     return MISSING if owner is None else held_by(owner, place.name)
 
 
-def write(module: nn.Module, place: Place, how: How, value: Any) -> None:
+def write(module: nn.Module, place: AttributePath, how: How, value: Any) -> None:
     """Change an attribute as a step has changed it on another rank."""
     owner = owner_of(module, place)
     if owner is None:
@@ -297,12 +297,12 @@ class ModuleState:
             self.note()
         return True
 
-    def changes(self) -> dict[Place, tuple[How, Any]]:
+    def changes(self) -> dict[AttributePath, tuple[How, Any]]:
         """What has changed, and what it is now; of a list that was extended what is new."""
-        found: dict[Place, tuple[How, Any]] = {}
+        found: dict[AttributePath, tuple[How, Any]] = {}
         for each in self._changed():
             for name, how, value in each.changes():
-                place = Place(each.path, name)
+                place = AttributePath(each.path, name)
                 if place in found and found[place][0] == "extended":  # Its items changed, too.
                     found[place] = "changed", held_by(each.owner, name)
                 elif not (isinstance(each.owner, Norm) and name in each.owner._buffers):

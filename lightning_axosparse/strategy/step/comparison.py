@@ -32,7 +32,7 @@ from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
 from lightning_axosparse.pipeline.stage_step import Batch, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
-from lightning_axosparse.pipeline.state.module_state import ModuleState, Place
+from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
 from lightning_axosparse.pipeline.state.values import MISSING, copied, same
 from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.compat.logging import alike
@@ -40,7 +40,7 @@ from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.trace import clock
 
-_Changes: TypeAlias = dict[int, list[Mapping[Place, Any]]]
+_Changes: TypeAlias = dict[int, list[Mapping[AttributePath, Any]]]
 """What passes change on layers, by stage."""
 
 
@@ -70,8 +70,8 @@ class Found(NamedTuple):
     reason: str = ""
     has_others: bool = False
     functions: Collection[int] = ()
-    counted: Sequence[tuple[Place, int]] = ()
-    rewritten: Sequence[tuple[Place, int]] = ()
+    counted: Sequence[tuple[AttributePath, int]] = ()
+    rewritten: Sequence[tuple[AttributePath, int]] = ()
     warnings: Sequence[str] = ()
 
 
@@ -335,7 +335,7 @@ def _changed(again: _Changes, whole: _Changes, parts: _Changes) -> dict[str, Any
         whole: by the whole batch.
         parts: by each micro-batch, from the same state.
     """
-    counted, rewritten = list[tuple[Place, int]](), list[tuple[Place, int]]()
+    counted, rewritten = list[tuple[AttributePath, int]](), list[tuple[AttributePath, int]]()
     warned = list[str]()
     before, after, of_whole = map(_merged, (parts, again, whole))
     for stage, of_parts in parts.items():
@@ -354,7 +354,7 @@ def _changed(again: _Changes, whole: _Changes, parts: _Changes) -> dict[str, Any
     return {"counted": counted, "rewritten": rewritten, "warnings": warned}
 
 
-def _merged(changes: _Changes) -> dict[Place, Any]:
+def _merged(changes: _Changes) -> dict[AttributePath, Any]:
     return {place: value for each in changes.values() for place, value in each[0].items()}
 
 

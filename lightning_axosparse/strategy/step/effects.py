@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.loss.operators import Note
-from lightning_axosparse.pipeline.state.module_state import How, ModuleState, Place, write
+from lightning_axosparse.pipeline.state.module_state import AttributePath, How, ModuleState, write
 from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
@@ -39,7 +39,7 @@ class Changed(NamedTuple):
         tensors: these.
     """
 
-    place: Place
+    place: AttributePath
     how: How
     rest: bytes
     tensors: list[Tensor]
@@ -189,7 +189,7 @@ class StepEffects:
             write(self._module, place, how, put_together(rest, own))
 
 
-def not_sent(place: Place) -> str:
+def not_sent(place: AttributePath) -> str:
     """What to say of an attribute that is too large to be sent to the other stages."""
     return (
         f"The step changes `{place}`, but what is new is larger than 1 MB, or an object that cannot"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.state.layer_state import LayerState
-from lightning_axosparse.pipeline.state.module_state import Place
+from lightning_axosparse.pipeline.state.module_state import AttributePath
 from lightning_axosparse.pipeline.state.values import copied, same
 
 PARTS = 3
@@ -37,8 +37,8 @@ class Stages(nn.Module):
         self.layers = nn.ModuleList([Layer(), Layer()])
 
 
-def place(layer: int, name: str) -> Place:
-    return Place(((".", "layers"), (".", str(layer))), name)
+def place(layer: int, name: str) -> AttributePath:
+    return AttributePath(((".", "layers"), (".", str(layer))), name)
 
 
 NAMES = ("calls", "u", "log", "made")

@@ -23,8 +23,8 @@ from torchmetrics import MeanMetric
 from lightning_axosparse import sparsify
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.pipeline.state.module_state import (
+    AttributePath,
     ModuleState,
-    Place,
     namespace_of,
     owner_of,
     value_at,
@@ -90,7 +90,7 @@ class Module(L.LightningModule):
         raise AssertionError("a property is not read")
 
 
-def places(changes: dict[Place, Any]) -> set[str]:
+def places(changes: dict[AttributePath, Any]) -> set[str]:
     return {str(place) for place in changes}
 
 
@@ -115,7 +115,7 @@ def step(module: Module) -> None:
     del module.function
 
 
-def rewound(state: ModuleState) -> dict[Place, Any]:
+def rewound(state: ModuleState) -> dict[AttributePath, Any]:
     """Copies of what has changed, which is put back."""
     changes = {place: copied(value) for place, (_, value) in state.changes().items()}
     state.rewind()
@@ -144,10 +144,10 @@ def test_what_a_step_changes_is_named_and_put_back() -> None:
         *("self.model[0].weight", "self.model[1].parametrizations.weight[0]._u"),
         "self.model[1].parametrizations.weight[0]._v",
     }
-    assert changes[Place((), "function")] is MISSING
-    assert changes[Place((), "counts")] == Counter("aaabc")
-    assert value_at(module, Place((), "counts")) == Counter("aab")
-    assert value_at(module, Place((), "made")) is MISSING
+    assert changes[AttributePath((), "function")] is MISSING
+    assert changes[AttributePath((), "counts")] == Counter("aaabc")
+    assert value_at(module, AttributePath((), "counts")) == Counter("aab")
+    assert value_at(module, AttributePath((), "made")) is MISSING
     assert objects[0] is module.items
     assert objects[1] is module.items[0]
     assert objects[2] is module.average
@@ -170,7 +170,7 @@ def test_a_configuration_of_hydra_is_left_as_it_is() -> None:
     module.config, module.held = config, [config]
     state = ModuleState(module)
     module.count = 1
-    assert rewound(state) == {Place((), "count"): 1}
+    assert rewound(state) == {AttributePath((), "count"): 1}
     assert module.config is module.held[0] is config
     assert config.layers == [1, 2]
 
@@ -188,7 +188,7 @@ def test_names_lead_back_to_the_values() -> None:
     assert torch.equal(module.model[0].weight, weight)
     assert module.meters["loss"].total == 0.5
     assert module.steps == 1
-    assert owner_of(module, Place((("[]", "gone"),), "x")) is None
+    assert owner_of(module, AttributePath((("[]", "gone"),), "x")) is None
 
 
 def test_names_are_those_of_layers_too() -> None:
@@ -275,7 +275,11 @@ def test_a_later_state_is_gone_back_to_once_it_was_noted() -> None:
 def test_a_list_that_has_grown_tells_what_is_new() -> None:
     module = Module()
     module.other = [1]
-    state, items, other = ModuleState(module), Place((), "items"), Place((), "other")
+    state, items, other = (
+        ModuleState(module),
+        AttributePath((), "items"),
+        AttributePath((), "other"),
+    )
     module.items += [5, 6]
     module.other = [1, 2]
     assert state.changes() == {items: ("extended", [5, 6]), other: ("replaced", [1, 2])}
@@ -296,7 +300,7 @@ def test_a_list_that_has_grown_tells_what_is_new() -> None:
 def test_random_generators_are_put_back_and_written(generator: Any) -> None:
     module, other = nn.Module(), nn.Module()
     module.generator, other.generator = generator, copied(generator)
-    theirs, place = other.generator, Place((), "generator")
+    theirs, place = other.generator, AttributePath((), "generator")
     assert theirs is not generator
 
     def draw(generator: Any) -> float:
@@ -334,7 +338,7 @@ def test_what_a_class_holds_is_put_back_and_named() -> None:
     assert places(changes) == {"self.count", "self.history", "self.best.loss"}
     assert (OfClass.history, OfClass.best, OfClass.count) == ([1], Best(), 0)
     assert not {"count", "history", "best"} & vars(module).keys()
-    assert owner_of(module, Place(((".", "best"),), "loss")) is OfClass.best
+    assert owner_of(module, AttributePath(((".", "best"),), "loss")) is OfClass.best
 
 
 def test_hooks_that_a_step_registers_once_stay_with_its_note_of_it() -> None:
