@@ -30,7 +30,7 @@ from lightning_axosparse.sparse.backend import (
     most_cautious,
     this_processor,
 )
-from lightning_axosparse.sparse.cpu.products import most_kept
+from lightning_axosparse.sparse.cpu.products import max_density
 from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
 from lightning_axosparse.sparse.store.materialize import Policy, best_policy
 from lightning_axosparse.strategy.validation import (
@@ -188,7 +188,7 @@ class WeightPruning(TicketCallback):
         strategy = strategy_of(trainer)
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
-        keeps_few = 1 - ticket.sparsity <= min(most_kept(backend, torch.bfloat16).values())
+        keeps_few = 1 - ticket.sparsity <= min(max_density(backend, torch.bfloat16).values())
         return best_policy(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
 
     def _warn_of_emptied(self, ticket: Ticket) -> None:

@@ -1,8 +1,8 @@
-"""Holds masks at one bit an entry, measures their distance, and keeps the newest of a search.
+"""Stores masks at one bit an entry, measures their distance, and holds the newest of a search.
 
 The early-bird paper (You et al., ICLR 2020) takes the fraction of mask entries that differ, with
 0.1 as the threshold, for channels pruned by up to 0.7. At higher ratios this distance says little:
-two independent random masks that keep 5% differ in 9.5% of their entries and would pass. By the
+two independent random masks of density 5% differ in 9.5% of their entries and would pass. By the
 relative distance one threshold tells masks that settle from independent ones at every ratio.
 """
 
@@ -55,10 +55,10 @@ class MaskBits(Mapping[str, Tensor]):
 
     def only(self, names: Iterable[str]) -> MaskBits:
         """Return the masks of those ``names`` that exist here, in the order of ``names``."""
-        held = [name for name in names if name in self._bits]
+        present = [name for name in names if name in self._bits]
         part = MaskBits({})
-        part._bits = {name: self._bits[name] for name in held}
-        part.shapes = {name: self.shapes[name] for name in held}
+        part._bits = {name: self._bits[name] for name in present}
+        part.shapes = {name: self.shapes[name] for name in present}
         return part
 
     @staticmethod
@@ -116,9 +116,9 @@ def mask_distance(
         distance: "hamming": the fraction of all entries in which they differ, as in the paper; at
             pruning ratio p at most ``2 min(p, 1 - p)``. "relative": the fraction of unpruned
             entries that they do not have in common, ``1 - 2 |A and B| / (|A| + |B|)`` (one minus
-            the Sorensen-Dice coefficient), divided by that of independent random masks that keep
-            as many entries, which are 1 apart in the mean.
-        one: name -> bool tensor, True where an entry is kept, of the parameters on this rank.
+            the Sorensen-Dice coefficient), divided by that of independent random masks of
+            the same density, which are 1 apart in the mean.
+        one: name -> bool tensor, False where an entry is pruned, of the parameters on this rank.
         other: the same names and shapes.
         counted: the names that this rank counts; each name is counted by exactly one rank of
             ``group``.
@@ -128,9 +128,9 @@ def mask_distance(
     for name in one.keys() & set(counted):
         a, b = one[name], other[name]
         counts += torch.tensor([int((a ^ b).sum()), int(a.sum() + b.sum()), a.numel()])
-    differing, kept, entries = all_sum(counts, group).tolist()
-    most = entries if distance == "hamming" else kept * (1 - kept / max(1, 2 * entries))
-    return float(differing / most) if most else 0.0
+    differing, unpruned, entries = all_sum(counts, group).tolist()
+    scale = entries if distance == "hamming" else unpruned * (1 - unpruned / max(1, 2 * entries))
+    return float(differing / scale) if scale else 0.0
 
 
 class MaskWindow:
@@ -156,16 +156,19 @@ class MaskWindow:
         stages: ProcessGroup | None,
         replicas: ProcessGroup | None,
     ) -> float | None:
-        """Take in new masks, and return their largest distance to the others of the window.
+        """Add new masks, and return their largest distance to the others of the window.
 
         Collective; the oldest masks leave a full window, and the first have no distance. All
-        replicas get that of the first: their weights may differ in the last bit. ``counted`` and
-        ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of the same stage.
+        replicas get the distance of the first one: their weights may differ in the last bit.
+        ``counted`` and ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of
+        the same stage.
         """
         others = list(self._masks)[1 - self.size :]
-        found = [mask_distance(self._distance, masks, other, counted, stages) for other in others]
+        distances = [
+            mask_distance(self._distance, masks, other, counted, stages) for other in others
+        ]
         self._masks.append(masks)
-        return max(broadcast_from_first(found, replicas), default=None)
+        return max(broadcast_from_first(distances, replicas), default=None)
 
     def clear(self) -> None:
         """Drop all masks."""
@@ -175,8 +178,8 @@ class MaskWindow:
         self, counted: Collection[str], stages: ProcessGroup | None
     ) -> list[dict[str, Any]]:
         """Return the masks of all stages on the first one, an empty list on others; collective."""
-        own = [masks.only(name for name in masks if name in counted) for masks in self._masks]
-        parts = gather(own, stages)
+        local = [masks.only(name for name in masks if name in counted) for masks in self._masks]
+        parts = gather(local, stages)
         return [MaskBits.merged(masks).state_dict() for masks in zip(*parts, strict=True)]
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Defines the ticket: the masks of the weights to keep, how they were found, and its file."""
+"""Defines the ticket: the masks of pruned weights, their score and distances, and its file."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class TicketFile:
     """The fields that tickets of entries and of channels have in common, and their file.
 
     Attributes:
-        masks: name -> bool tensor, True where nothing is pruned. Any mapping may be given; each is
-            stored at one bit per entry and unpacked (on CPU) when read.
+        masks: name -> bool tensor, False where an entry is pruned. Any mapping may be passed; each
+            mask is stored at one bit per entry and unpacked (on CPU) when read.
         pruning_ratio: the fraction that was to be pruned.
-        step: number of optimizer steps before the draw; None if it was made without training.
+        step: number of optimizer steps before the draw; None for a draw without training.
         distances: number of optimizer steps -> the largest distance of the masks after them to
             those of the window, up to the draw.
     """
@@ -87,14 +87,14 @@ class TicketFile:
     @property
     def sparsity(self) -> float:
         """The fraction pruned, over all names."""
-        kept, entries = self.counts
-        return 1 - kept / max(1, entries)
+        unpruned, entries = self.counts
+        return 1 - unpruned / max(1, entries)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of entries or channels that are kept, and of all."""
-        kept = sum(int(mask.sum()) for mask in self.masks.values())
-        return kept, sum(shape.numel() for shape in self.packed.shapes.values())
+        """The number of unpruned entries or channels, and of all."""
+        unpruned = sum(int(mask.sum()) for mask in self.masks.values())
+        return unpruned, sum(shape.numel() for shape in self.packed.shapes.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
@@ -165,13 +165,13 @@ class TicketFile:
 
 @dataclass(frozen=True, repr=False)
 class Ticket(TicketFile):
-    """A winning ticket: which weights to keep (You et al., ICLR 2020).
+    """A winning ticket: the masks of a model's weights (You et al., ICLR 2020).
 
     Its masks have the names and shapes of parameters. Beside the fields of :class:`TicketFile`:
 
     Attributes:
         score: the score by which weights were ranked: "magnitude", "saliency" or the name of a
-            function; None if the ticket was made by hand.
+            function; None if the masks came from elsewhere.
         distance: how ``distances`` were measured: "relative" or "hamming".
 
     Raises:
@@ -246,7 +246,7 @@ class Ticket(TicketFile):
 
     @checked(ValueError, seed=SEED)
     def random(self, seed: int) -> Ticket:
-        """Return a ticket that keeps as many entries of each weight as this one, at random.
+        """Return a ticket of random entries, with the density of this one in each weight.
 
         A ticket is compared with it, to tell its entries from its densities.
 

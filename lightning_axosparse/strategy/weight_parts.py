@@ -21,7 +21,7 @@ from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse.module.optimizer_state import (
-    converted_state,
+    convert_state,
     expand_state,
     with_master,
 )
@@ -104,7 +104,7 @@ class SplitParameter:
         for optimizer in optimizers:
             state = self._agreed(optimizer.state.get(parameter, {}))
             if state:
-                optimizer.state[parameter] = converted_state(state, shape, converted)
+                optimizer.state[parameter] = convert_state(state, shape, converted)
         gradient = None if gradient is None else converted(gradient)
         set_values(parameter, converted(parameter.detach()), gradient)
         if layout is not None:
@@ -146,7 +146,7 @@ class SplitParameter:
         An optimizer makes no state of a parameter that never gets a gradient.
         """
         part = self.entry.parameter
-        kinds = self._of_owner(converted_state(state, part.shape, lambda value: value.dtype))
+        kinds = self._of_owner(convert_state(state, part.shape, lambda value: value.dtype))
         return {
             key: state.get(key, torch.empty_like(part, dtype=kind))
             if isinstance(kind, torch.dtype)
@@ -170,9 +170,9 @@ class SplitParameter:
         """All of its optimizer state, dense, as checkpoints hold it; collective."""
         state = self._agreed(state)
         if self.entry.layout is None:
-            return converted_state(state, self.entry.parameter.shape, self._joined)
+            return convert_state(state, self.entry.parameter.shape, self._joined)
         state = expand_state(with_master(self.entry, state), self.entry.layout)
-        return converted_state(state, self.entry.layout.shape, self._joined)
+        return convert_state(state, self.entry.layout.shape, self._joined)
 
     def copy(self) -> nn.Parameter:
         """A copy of all of it with its gradient; collective."""
@@ -186,7 +186,7 @@ class SplitParameter:
         """All of it as one process would have it; collective."""
         parameter = self.entry.parameter.detach()
         state, (layout, joined) = self._agreed(state), self.joining()
-        return Stored(joined(parameter), converted_state(state, parameter.shape, joined), layout)
+        return Stored(joined(parameter), convert_state(state, parameter.shape, joined), layout)
 
     def local(self, value: Any) -> Any:
         """This rank's part of what has the whole shape; anything else as it is."""

@@ -48,9 +48,9 @@ def measured(precision: str, policy: str, ratio: float) -> int:
 def table(precision: str, policy: str) -> Storage:
     """The row of the module's docstring."""
     if policy == "dense":
-        return Storage(per_weight=8 if precision == "bf16-true" else 16, per_kept=0, gradient=4)
+        return Storage(per_weight=8 if precision == "bf16-true" else 16, per_unpruned=0, gradient=4)
     copy = {"sparse": 0, "samo": 4 if precision == "32-true" else 2}[policy]
-    return Storage(SPARSE.per_weight + copy, SPARSE.per_kept, SPARSE.gradient)
+    return Storage(SPARSE.per_weight + copy, SPARSE.per_unpruned, SPARSE.gradient)
 
 
 def predicted(storage: Storage, ratio: float) -> float:
@@ -81,13 +81,13 @@ def test_sparse_storage_pays_where_17_bytes_per_kept_weight_are_less_than_16_per
 
 
 def test_the_formula_that_samo_published() -> None:
-    published = Storage(per_weight=2, per_kept=24, gradient=2)
+    published = Storage(per_weight=2, per_unpruned=24, gradient=2)
     assert published.state_bytes(1.0, 0.9) == pytest.approx(24 * 0.1 + 2)
     assert published.reduced_bytes(1.0, 0.9) == pytest.approx(0.2)
 
 
 def test_fixed_bytes_count_once() -> None:
-    offloaded = Storage(per_weight=4, per_kept=0, gradient=2, fixed=64.0)
+    offloaded = Storage(per_weight=4, per_unpruned=0, gradient=2, fixed=64.0)
     assert offloaded.state_bytes(10, 0.0) == 104
 
 
@@ -95,11 +95,11 @@ def test_fixed_bytes_count_once() -> None:
 def test_replicas_divide_the_moments_alone(replicas: int, ratio: float) -> None:
     for storage in (DENSE, SPARSE):
         whole, part = (
-            each.state_bytes(1e6, ratio) for each in (storage, storage.divided(replicas))
+            each.state_bytes(1e6, ratio) for each in (storage, storage.sharded(replicas))
         )
         moments = 8e6 * (1 - ratio)
         assert part == pytest.approx(whole - moments + moments / replicas)
-        assert storage.divided(replicas).reduced_bytes(1, ratio) == storage.reduced_bytes(1, ratio)
+        assert storage.sharded(replicas).reduced_bytes(1, ratio) == storage.reduced_bytes(1, ratio)
 
 
 GPT = Transformer(layers=24, width=2048, heads=16, sequence=1024, vocabulary=50257)

@@ -15,10 +15,10 @@ from lightning_axosparse import CorruptFileError
 from lightning_axosparse.pruning.channel_ticket import (
     ChannelTicket,
     channel_masks,
-    keep_inputs,
-    keep_outputs,
     layer_inputs,
     layer_outputs,
+    prune_inputs,
+    prune_outputs,
     validate_channelwise_optimizer,
 )
 from tests.pruning.networks import NETWORKS, images, made, resnet, vgg
@@ -47,8 +47,8 @@ def test_a_layer_computes_its_kept_outputs_of_its_kept_inputs(kind: type[nn.Modu
     x[:, ~INPUTS] = 0
     expected = layer(x)[:, OUTPUTS]
     moments = [optimizer.state[p]["momentum_buffer"].clone() for p in layer.parameters()]
-    keep_inputs(layer, INPUTS, [optimizer])
-    keep_outputs(layer, OUTPUTS, [optimizer])
+    prune_inputs(layer, INPUTS, [optimizer])
+    prune_outputs(layer, OUTPUTS, [optimizer])
     assert (layer_inputs(layer), layer_outputs(layer)) == (3, 2)
     assert torch.allclose(layer(x[:, INPUTS]), expected, rtol=0, atol=1e-12)
     assert layer.weight.is_leaf
@@ -66,7 +66,7 @@ def test_a_batch_norm_keeps_what_belongs_to_its_channels(options: dict[str, bool
     x = torch.randn(3, 4, 2, 2, dtype=torch.float64)
     norm(x)
     expected = norm.eval()(x)[:, OUTPUTS]
-    keep_outputs(norm, OUTPUTS, [])
+    prune_outputs(norm, OUTPUTS, [])
     assert layer_outputs(norm) == norm.num_features == 2
     assert torch.equal(norm(x[:, OUTPUTS]), expected)
 
@@ -157,7 +157,7 @@ def test_the_shrunk_network_computes_what_the_masked_one_does(
         for each in (network, masked):
             each.train(training)
         assert distance(network(images()), masked(images())) <= 1e-12
-    for layer, mask in ticket.channels.kept_outputs(ticket.masks).items():
+    for layer, mask in ticket.channels.output_masks(ticket.masks).items():
         statistics = getattr(network.get_submodule(layer), "running_var", None)
         if statistics is not None:
             assert distance(statistics, masked.get_submodule(layer).running_var[mask]) <= 1e-12

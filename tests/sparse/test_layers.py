@@ -229,7 +229,7 @@ def test_evaluation(name):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The dtype of all that was made dense, and the storage of what is not in scratch memory."""
+    """The dtype of all that was materialized, and the storage of what is not in scratch memory."""
     made = []
     densify = Layout.densify_tile
 

@@ -38,7 +38,7 @@ from lightning_axosparse.pipeline.shard.remote_tensor import (
     closure_called,
     replaced_params,
 )
-from lightning_axosparse.sparse.module.optimizer_state import MASTER, converted_state, master_values
+from lightning_axosparse.sparse.module.optimizer_state import MASTER, convert_state, master_values
 from lightning_axosparse.sparse.store.materialize import master_dtype
 from lightning_axosparse.support.patched import patched
 
@@ -137,7 +137,7 @@ class OptimizerShards:
         """The part that this replica keeps of the state of a parameter."""
         if self._dividing(parameter) is None:
             return state
-        return converted_state(state, parameter.shape, lambda t: self.part(parameter, t).clone())
+        return convert_state(state, parameter.shape, lambda t: self.part(parameter, t).clone())
 
     def gather_values(
         self, parameters: Sequence[nn.Parameter], stepped: Sequence[Tensor]
@@ -222,7 +222,7 @@ class OptimizerShards:
             return whole
 
         part = self.part(parameter, parameter.detach())
-        return converted_state(state, part.shape, gathered)
+        return convert_state(state, part.shape, gathered)
 
     def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the optimizer with this replica's part of it alone."""

@@ -1,4 +1,4 @@
-"""Convolutions that run on kept values give a dense layer's numbers."""
+"""Convolutions that run on unpruned values give a dense layer's numbers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ none_or_more = st.tuples(st.integers(0, 4), st.integers(0, 4))
 
 
 def case(geometry, kept=0.2, seed=0):
-    """A dense weight, its layout and kept values, and images."""
+    """A dense weight, its layout and unpruned values, and images."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(geometry.weight, generator=generator) < kept
     mask[1::5] = False  # output channels of which nothing is kept
@@ -193,12 +193,12 @@ def test_what_is_chosen():
         (compute, layout is few)
         for compute in ("auto", "dense", "sparse")
         for layout in (few, many)
-        if convolution.chosen(layout, Backend(compute, "matrix"), operand)
+        if convolution.should_run(layout, Backend(compute, "matrix"), operand)
     ]
     assert choices == [("auto", True), ("sparse", True), ("sparse", False)]
-    assert not convolution.chosen(few, Backend("auto", "unmeasured"), operand)
-    assert not convolution.chosen(few, Backend("sparse"), operand.bfloat16())
+    assert not convolution.should_run(few, Backend("auto", "unmeasured"), operand)
+    assert not convolution.should_run(few, Backend("sparse"), operand.bfloat16())
     depthwise = layout_of(torch.rand(30, 1, 3, 3) < 0.2)
-    assert not convolution.chosen(depthwise, Backend("sparse"), operand)
+    assert not convolution.should_run(depthwise, Backend("sparse"), operand)
     assert not convolution.large_enough(Backend("auto"), square(1, 64, 8, 3, 7))
     assert convolution.large_enough(Backend("sparse"), square(1, 64, 8, 3, 7))

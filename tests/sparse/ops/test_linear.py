@@ -172,10 +172,10 @@ def several_tiles(monkeypatch):
 
 @pytest.fixture
 def never_whole(several_tiles, monkeypatch):
-    """Fails the test if a whole weight is made dense, or a whole gradient compressed."""
+    """Fails the test if a whole weight is materialized, or a whole gradient compressed."""
 
     def fail(*_):
-        raise AssertionError("a whole weight was made dense, or a whole gradient compressed")
+        raise AssertionError("a whole weight was materialized, or a whole gradient compressed")
 
     monkeypatch.setattr(Layout, "densify", fail)
     monkeypatch.setattr(Layout, "compress", fail)
@@ -198,7 +198,7 @@ def read(values, layout):
 
 
 def pair(index_format=None, dtype=torch.float32):
-    """The kept values of a weight, their layout, the mask, and the dense weight as a leaf."""
+    """The unpruned values of a weight, their layout, the mask, and the dense weight as a leaf."""
     torch.manual_seed(0)
     mask = torch.rand(ROWS, COLUMNS) < 0.2
     mask[40:80] = False
@@ -405,7 +405,7 @@ def test_the_gradient_of_a_read_has_the_kept_entries_alone():
     (gradient,) = torch.autograd.grad(F.linear(inputs, weight).sum(), weight)
     assert isinstance(gradient, SparseWeight)
     (expected,) = torch.autograd.grad(F.linear(inputs, dense).sum(), dense)
-    torch.testing.assert_close(gradient.kept, expected[mask])
+    torch.testing.assert_close(gradient.stored_values, expected[mask])
 
 
 @never_dense

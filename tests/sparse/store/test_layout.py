@@ -96,7 +96,7 @@ def test_indices_are_int32_below_two_to_the_31_entries():
 
 
 def test_a_tensor_of_more_than_two_to_the_31_entries():
-    """Three kept entries near its end; the tensor itself is one number seen 2^32 times."""
+    """Three unpruned entries near its end; the tensor itself is one number seen 2^32 times."""
     shape = torch.Size([2**17, 2**15])
     kept = torch.tensor([2**31 + 5, 2**31 + 4000, 2**32 - 1])
     starts = torch.searchsorted(kept, torch.arange(0, 2**32 + 1, 2**15)).int()

@@ -282,10 +282,10 @@ def test_the_swap_keeps_what_a_bfloat16_optimizer_had():
 
 
 def test_the_policies():
-    assert best_policy(sixteen_bit=True, passes=8, on_kept_values=False) == "samo"
-    assert best_policy(sixteen_bit=True, passes=8, on_kept_values=True) == "sparse"
-    assert best_policy(sixteen_bit=True, passes=1, on_kept_values=False) == "sparse"
-    assert best_policy(sixteen_bit=False, passes=8, on_kept_values=False) == "sparse"
+    assert best_policy(sixteen_bit=True, passes=8, sparse_products=False) == "samo"
+    assert best_policy(sixteen_bit=True, passes=8, sparse_products=True) == "sparse"
+    assert best_policy(sixteen_bit=True, passes=1, sparse_products=False) == "sparse"
+    assert best_policy(sixteen_bit=False, passes=8, sparse_products=False) == "sparse"
     with pytest.raises(ValueError, match=r"policy='dense' must be 'sparse' or 'samo'"):
         sparsify(network(), {}, policy="dense")
 
