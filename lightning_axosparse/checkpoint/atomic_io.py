@@ -214,9 +214,8 @@ def _write(
     """Write the file of this stage; return the error, if any."""
     stage = 0 if group is None else dist.get_rank(group)
     try:
-        archive.save(
-            {_WRITTEN_AS: folder.name, "state_dict": tensors}, folder / f"stage-{stage}.pt"
-        )
+        content = {_WRITTEN_AS: folder.name, "state_dict": tensors}
+        archive.save(content, folder / f"stage-{stage}.pt")
     except Exception as error:  # of the system, or of a tensor that is computed
         return f"stage {stage}: {without_link(error)}"
     return None

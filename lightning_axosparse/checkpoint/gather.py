@@ -28,7 +28,7 @@ from lightning_axosparse.support.torch_internals import (
 )
 
 _SMALL = 1024
-"""Tensors of at most so many bytes are gathered with their names."""
+"""Tensors of at most this many bytes are gathered at once, not deferred."""
 
 _END = -1
 
@@ -207,9 +207,7 @@ def gather_shards(
         return {}
     return {
         name: {
-            key: _unshard(
-                f"{key}.{name}", parameters[name].shape, [part[name][key] for part in parts]
-            )
+            key: _unshard(f"{key}.{name}", parameters[name].shape, [p[name][key] for p in parts])
             for key in state
         }
         for name, state in parts[0].items()

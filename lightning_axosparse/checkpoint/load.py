@@ -76,7 +76,7 @@ def load_sparse(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        CorruptFileError: if the file is not as it was written, or holds other objects too; nothing
+        CorruptFileError: if the file is not as it was written, or has other objects too; nothing
             has changed then.
         ValueError: for an argument of another type, if the file holds no weights, there is no
             ticket, or for names or shapes that do not fit.
@@ -192,7 +192,7 @@ def _validate_names(
         ],
     }
     messages = [
-        f"{what} {few(list(map(repr, names)))}." for what, names in problems.items() if names
+        f"{problem} {few(list(map(repr, names)))}." for problem, names in problems.items() if names
     ]
     if messages:
         raise ValueError(
@@ -205,7 +205,7 @@ def _validate_names(
 def _validate_shapes(module: nn.Module, state: Mapping[str, Tensor], skipped: Skipped) -> None:
     """Check that the tensors in the file have the shapes of those in the module.
 
-    It comes before any is made, as what a file declares may be larger than the memory.
+    It runs before any is read, as the shapes in a file may be larger than the memory.
     """
     shapes = (
         state.shapes

@@ -281,7 +281,7 @@ def _inflate(code: Tensor, limit: int) -> bytes:
     Huffman code has at least one bit, so nothing becomes more than eight times as large.
     """
     if code.dtype != torch.uint8 or code.dim() != 1:
-        raise CorruptFileError("what encodes a tensor is not a row of bytes")
+        raise CorruptFileError("an encoded tensor is not a row of bytes")
     decoder, limit = zlib.decompressobj(), min(limit, 8 * code.numel())
     try:
         content = decoder.decompress(code.numpy().data, limit + 1)  # 0 would set no limit

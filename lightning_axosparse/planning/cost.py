@@ -62,12 +62,7 @@ class Storage:
 DENSE = Storage(per_weight=0, per_unpruned=16, gradient=4, optimizer=8)
 """Float32 weights with their gradients and the two moments of Adam."""
 
-SPARSE = Storage(
-    per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES,
-    per_unpruned=16 + 1,
-    gradient=4,
-    optimizer=8,
-)
+SPARSE = replace(DENSE, per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_unpruned=16 + 1)
 """Policy "sparse" in the index format "segments": one byte of index per unpruned weight, two
 per segment."""
 
@@ -250,7 +245,7 @@ class Cluster:
         return Wire(self.network.latency, bandwidth)
 
     def exchange(self, apart: int, ranks: int) -> Wire:
-        """Return a rank's link to a group of ranks, whose numbers are ``apart`` from each other."""
+        """Return a rank's link to the others of a group, whose rank numbers are ``apart``."""
         if apart * ranks <= self.devices_per_node:
             return self.node
         bandwidth = min(self.node.bandwidth, self.network.bandwidth / self.devices_per_node)

@@ -79,7 +79,7 @@ class Plan:
 def search(workload: Workload, best: int = 10) -> list[Plan]:
     """Return the fastest plans of a workload, at most ``best``, fastest first.
 
-    A ValueError says what the smallest choice needs if nothing fits into memory.
+    A ValueError reports the memory of the smallest choice if nothing fits.
     """
     estimates = [_StepEstimate(workload, choice) for choice in _choices(workload)]
     if not estimates:
@@ -150,7 +150,8 @@ class _StepEstimate:
         seconds = choice.microbatch * (1 + workload.overhead) / cluster.speed / g_tensor
         recomputed = workload.recompute * _sums(layers.recomputed, parts)
         # Recomputation exchanges nothing a second time.
-        self._exchange = exchange = self._tokens(workload, parts) + self._shared(workload, parts)
+        exchange = self._token_exchange(workload, parts) + self._layer_all_reduce(workload, parts)
+        self._exchange = exchange
         self._forward: Seconds = seconds * _sums(layers.forward, parts) + exchange
         self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed) + exchange
         experts, g_expert = _sums(layers.expert_weights, parts), choice.g_expert
@@ -179,7 +180,7 @@ class _StepEstimate:
         self._message_bytes = choice.microbatch * max(sent, default=0.0)
         self._wires = cluster.wires(stages)
 
-    def _tokens(self, workload: Workload, parts: Sequence[range]) -> Seconds:
+    def _token_exchange(self, workload: Workload, parts: Sequence[range]) -> Seconds:
         """Return the seconds of a pass in which tokens go to their experts and come back."""
         choice, g_expert = self.choice, self.choice.g_expert
         link = workload.cluster.exchange(choice.g_inter * choice.g_tensor, g_expert)
@@ -187,7 +188,7 @@ class _StepEstimate:
         moved = _sums(workload.layers.token_bytes, parts) * share
         return 2 * np.where(moved > 0, link.latency + moved / link.bandwidth, 0.0)
 
-    def _shared(self, workload: Workload, parts: Sequence[range]) -> Seconds:
+    def _layer_all_reduce(self, workload: Workload, parts: Sequence[range]) -> Seconds:
         """Return the seconds of a pass in which ranks all-reduce the outputs of shared layers."""
         choice = self.choice
         link = workload.cluster.exchange(choice.g_inter, choice.g_tensor)
@@ -200,8 +201,8 @@ class _StepEstimate:
     def lower_bound(self) -> float:
         """Seconds that a step takes at least, whatever the schedule.
 
-        These are all passes of one stage, and those of one micro-batch on the stages before it.
-        The last backward pass of the first stage comes after all of these, then its all-reduce.
+        That is the time of all passes of one stage and of one micro-batch on the stages before it,
+        then of the all-reduce and the optimizer step of the first stage, which ends last.
         """
         both = self._forward + self._backward
         pipeline = both.cumsum() - both + self._microbatches * both

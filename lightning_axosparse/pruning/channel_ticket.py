@@ -55,7 +55,7 @@ def prune_inputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]
 
 
 def prune_outputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    """Remove outputs of a weighted layer, or channels of a BatchNorm, likewise."""
+    """Remove outputs of a weighted layer, or channels of a BatchNorm, in the same way."""
     if type(layer) in BATCH_NORMS:
         for name in _PER_CHANNEL:
             _prune_tensor(layer, name, 0, mask, optimizers)
@@ -154,9 +154,9 @@ class ChannelTicket(TicketFile):
 
         Args:
             module: the model, with its values.
-            pruning_ratio: as for ``EarlyBirdChannels``, as are the following.
-            floor: likewise.
-            network: likewise.
+            pruning_ratio: as for ``EarlyBirdChannels``.
+            floor: as for ``EarlyBirdChannels``.
+            network: as for ``EarlyBirdChannels``.
 
         Raises:
             ValueError: if no channels can be removed, or a scale is NaN.

@@ -4,7 +4,7 @@ The network is traced with :mod:`torch.fx`, without an input and without the val
 so it may be on the meta device. A channel can be removed if it is the output of a convolution or a
 linear layer, scaled by one BatchNorm before anything else reads it, and then passes only through
 operations that map zero to zero until convolutions and linear layers read it. Then the network
-without it computes what the network with its scale and shift at zero computes.
+without it has the same outputs as the network with the scale and shift of the channel at zero.
 
 Channels stay where they are added to others (a residual stream), multiplied with them, or read by a
 grouped convolution or an operation that is not known here.
@@ -110,10 +110,9 @@ class Channels:
 
     Attributes:
         scales: name of a BatchNorm -> its channels, in the order of the network.
-        outputs: name of a layer -> the BatchNorm that decides which of its outputs stay.
-        inputs: name of a layer -> where its inputs come from, in order; layers with only inputs
-            that stay are left out.
-        whole: name of a layer -> why all its outputs stay.
+        outputs: name of a layer -> the BatchNorm whose mask prunes its outputs.
+        inputs: name of a layer -> the segments of its inputs, in order, where some can be removed.
+        whole: name of a layer -> the reason why none of its outputs can be removed.
     """
 
     scales: Mapping[str, int]
@@ -342,7 +341,8 @@ class _Reader:
         if isinstance(value, _Value):
             if type(layer) in BATCH_NORMS:
                 return self._normalized(name, layer, value)
-            if type(layer) in _MODULES or (type(layer) in _POOLINGS and _is_pooled(value, layer)):
+            pools = type(layer) in _POOLINGS and value.form == "map"
+            if type(layer) in _MODULES or (pools and not getattr(layer, "return_indices", False)):
                 return value
             if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
                 return _flat(value)
@@ -390,12 +390,12 @@ class _Reader:
             if name in ("size", "getattr"):
                 return self._shape(name, value, args, kwargs)
             alone = not any(isinstance(v, _Value | _Shape) for v in tree_leaves((args[1:], kwargs)))
-            pools = name in _POOLING_FUNCTIONS and _is_map(value)
+            pools = name in _POOLING_FUNCTIONS and value.form == "map"
             if alone and (name in _FUNCTIONS or (pools and not kwargs.get("return_indices"))):
                 return value
             if _flattens(name, args, kwargs):
                 return _flat(value)
-            if name == "mean" and _is_map(value) and _means_places(args, kwargs):
+            if name == "mean" and value.form == "map" and _means_places(args, kwargs):
                 return value if kwargs.get("keepdim") else _Value(value.parts, "vector")
         if name in ("cat", "concat", "concatenate"):
             return self._concatenated(args, kwargs)
@@ -425,7 +425,7 @@ class _Reader:
         if name == "getitem" and isinstance(index, int) and index != 1:
             if index == 0:
                 return _BatchSize()
-            if _is_map(shape.of) and index in (2, 3, 4, -1, -2):
+            if shape.of.form == "map" and index in (2, 3, 4, -1, -2):
                 return None
         return self._retain(shape, "their number is read")
 
@@ -442,15 +442,6 @@ class _Reader:
 
 def _segment(outputs: _Outputs, spread: int) -> Segment:
     return Segment(None if outputs.reason else outputs.scale, spread * outputs.width)
-
-
-def _is_map(value: _Value) -> bool:
-    return value.form == "map"
-
-
-def _is_pooled(value: _Value, layer: nn.Module) -> bool:
-    """Return whether a pooling layer returns a map of the same channels, and nothing else."""
-    return _is_map(value) and not getattr(layer, "return_indices", False)
 
 
 def _flat(value: _Value) -> _Value:

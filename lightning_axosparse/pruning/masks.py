@@ -146,7 +146,7 @@ class MaskWindow:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many masks as must agree."""
+        """Whether the window has ``size`` masks."""
         return len(self._masks) == self.size
 
     def add(
@@ -159,14 +159,11 @@ class MaskWindow:
         """Add new masks, and return their largest distance to the others of the window.
 
         Collective; the oldest masks leave a full window, and the first have no distance. All
-        replicas get the distance of the first one: their weights may differ in the last bit.
-        ``counted`` and ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of
-        the same stage.
+        replicas get that of the first one: their weights may differ in the last bit. ``counted``
+        and ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of a stage.
         """
         others = list(self._masks)[1 - self.size :]
-        distances = [
-            mask_distance(self._distance, masks, other, counted, stages) for other in others
-        ]
+        distances = [mask_distance(self._distance, masks, o, counted, stages) for o in others]
         self._masks.append(masks)
         return max(broadcast_from_first(distances, replicas), default=None)
 

@@ -50,9 +50,8 @@ def prunable(module: nn.Module, which: Which | None = None) -> dict[str, torch.S
             and whose values say whether they are pruned: the last entry that fits a parameter
             counts, and :data:`PRUNED_BY_DEFAULT` where none fits. Or a function that decides for
             each floating-point parameter. The kinds are "embedding" (also of a tied head), "head"
-            (the weight of the last linear layer), "norm" (the parameters of a normalization, or
-            of ``weight_norm``),
-            "bias", "weight" (all others with two or more dimensions) and "other".
+            (the weight of the last linear layer), "norm" (the parameters of a normalization, or of
+            ``weight_norm``), "bias", "weight" (all others with two or more dimensions) and "other".
 
     Raises:
         ValueError: if a key of the table is no kind and matches no parameter.
@@ -221,9 +220,9 @@ def _second_moment(shape: torch.Size, state: State) -> Tensor | None:
 
 @dataclass(frozen=True)
 class MaskSchedule:
-    """The optimizer steps after which weights are pruned: ``start``, and ``every`` so many more.
+    """The optimizer steps after which weights are pruned: ``start``, and then each ``every`` steps.
 
-    ``end`` are those before the draw.
+    ``end`` is the number of steps before the draw.
     """
 
     start: int
@@ -238,7 +237,7 @@ class MaskSchedule:
             )
 
     def changes_after(self, steps: int) -> bool:
-        """Return whether weights are pruned after so many optimizer steps, before the draw."""
+        """Return whether weights are pruned after this many optimizer steps, before the draw."""
         return self.start <= steps < self.end and (steps - self.start) % self.every == 0
 
     def progress(self, steps: int) -> float:
@@ -260,8 +259,8 @@ class MaskRule:
 
     Attributes:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
-        score: as for ``GradualPruning``, as are the following.
-        floor: likewise.
+        score: as for ``GradualPruning``.
+        floor: as for ``GradualPruning``.
         which: the parameters to prune (:func:`lightning_axosparse.pruning.rule.prunable`).
     """
 

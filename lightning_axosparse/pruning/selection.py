@@ -135,9 +135,9 @@ def _validate(scores: Mapping[str, Tensor], group: ProcessGroup | None) -> bool:
                 "diverged, look at the learning rate or the precision." + see("pruning")
             )
     gathered = all_gather((double, problems), group)
-    found = list(dict.fromkeys(problem for _, problems in gathered for problem in problems))
-    if found:
-        raise ValueError("\n".join(found))
+    messages = dict.fromkeys(problem for _, problems in gathered for problem in problems)
+    if messages:
+        raise ValueError("\n".join(messages))
     return any(double for double, _ in gathered)
 
 

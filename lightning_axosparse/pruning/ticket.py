@@ -292,7 +292,7 @@ class Ticket(TicketFile):
         self.validate_shapes(owned)
 
     def validate_shapes(self, owned: Iterable[OwnedParameter]) -> None:
-        """Check that the masks of some parameters, dense or sparse, have the shapes of these.
+        """Check that the masks have the shapes of their parameters, dense or sparse.
 
         Raises:
             ValueError: if a parameter has another shape.

@@ -1,11 +1,10 @@
 """Multiplies by a sparse weight, of which one panel at a time is materialized.
 
 One panel of the weight's rows is materialized in scratch memory just before its product, and one
-panel of the gradient is compressed just after. A panel takes no more memory
-than the activations that it is multiplied with, or one tile. Products with narrow panels are
-slower, so a weight that is small beside its activations is one panel; a large weight and its
-gradient never exist whole. The products have the arguments of those in ``products.py``, of any
-dtype and on any device.
+panel of the gradient is compressed just after. A panel takes no more memory than the activations
+that it is multiplied with, or one tile. Products with narrow panels are slower, so a weight that is
+small beside its activations is one panel; a large weight and its gradient never exist whole. The
+products have the arguments of those in ``products.py``, of any dtype and on any device.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def transposed_places(
                         transposed.values[at] = item(weight.values, k)
                     begins[plane] += 1
                 entry = end
-        # The numbers of entries become their first ones, and these, when all are written, the next.
+        # Counts become the first entry of each plane; writing has moved it to the next plane's.
         last = np.int64(0)
         for plane in range(len(begins)):
             number = begins[plane]

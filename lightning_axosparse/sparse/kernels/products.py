@@ -280,7 +280,7 @@ def _pack(
 def _transpose(
     source: Any, at: int, stride: int, rows: int, columns: int, target: Any, to: int, step: int
 ) -> None:
-    """Write the transposed of a matrix, whose rows are so far apart, to rows that are ``step``."""
+    """Transpose a matrix whose rows are ``stride`` apart to rows that are ``step`` apart."""
     whole_rows, whole_columns = rows // REGISTER * REGISTER, columns // REGISTER * REGISTER
     for row in range(0, whole_rows, REGISTER):
         line, place = at + row * stride, to + row
@@ -298,8 +298,7 @@ def _transpose(
 _ROWS_OF_ONE_TOKEN = 16
 """Rows that are multiplied with one segment before the next.
 
-Their values lie one after another, and are in the first cache when the next segment is
-multiplied.
+Their values lie one after another, and are in the first cache when the next segment is multiplied.
 """
 
 

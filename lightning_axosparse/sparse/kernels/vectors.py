@@ -74,7 +74,7 @@ def lanes_of(_: Any, vector: Any) -> Any:
 
 @intrinsic
 def load(_: Any, like: Any, array: Any, offset: Any) -> Any:
-    """Return the numbers of the flat ``array`` from ``offset`` on, as many as ``like`` has."""
+    """Return a vector like ``like`` of the numbers in the flat ``array`` from ``offset`` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, array, offset = args

@@ -70,7 +70,7 @@ def sparsify(
     The parameter objects, their names and the optimizer's parameter groups stay the same. A pruned
     parameter becomes the 1-D vector of its unpruned values, so its gradient and its optimizer state
     shrink with it. ``module.weight`` still reads as a tensor of the dense shape. State dicts stay
-    dense; they are copies, made at each call: to change the values, use ``load_state_dict``, the
+    dense; each call copies them: to change the values, use ``load_state_dict``, the
     parameters or ``module.weight``. The method follows SAMO (Singh & Bhatele, IPDPS 2023) and
     stores the weight itself sparse as well.
 
@@ -278,8 +278,8 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
         if convolution.should_run(layout, *choice):
             yield convolution.load_loops
     elif len(layout.shape) == 2 or is_stack(layout.shape):
-        # At any density: a pruning ratio may rise, and the first rank says what all
-        # ranks wait for only if it compiles, too.
+        # At any density: a pruning ratio may rise, and the first rank announces the compilation
+        # that all ranks wait for only if it compiles, too.
         if sparse_products.should_run(layout, "one_token", *choice):
             yield sparse_products.load_loops
         is_embedding = any(isinstance(owner, nn.Embedding) for owner in owners)

@@ -64,11 +64,8 @@ class SparseModule(nn.Module):
 
     def _registered(self) -> list[tuple[str, nn.Parameter, SparseStorage]]:
         """Return the sparse weights that are registered here, and not in a parametrization."""
-        return [
-            (name, values, storage)
-            for name, storage in self._stored.items()
-            if (values := self._parameters.get(name)) is not None
-        ]
+        stored = ((name, self._parameters.get(name), how) for name, how in self._stored.items())
+        return [(name, values, how) for name, values, how in stored if values is not None]
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a buffer; a weight that was read from this module is its parameter again."""
@@ -90,7 +87,7 @@ class SparseModule(nn.Module):
                 ``torch.nn.utils.prune`` registers it; torch's own message would not name the cause.
         """
         if isinstance(param, SparseWeight):
-            raise self._misuse(f"what it stores sparse cannot become its parameter '{name}'")
+            raise self._misuse(f"a sparse weight cannot become its parameter '{name}'")
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> nn.Module:

@@ -302,7 +302,7 @@ def transposed(
 
 
 def _convolve(planes: _Planes, source: Any, taps: Any, rows: int, bias: Any, target: Any) -> None:
-    """Compute as many planes of the target as there are rows, in threads."""
+    """Compute the planes of the target, one for each row, in threads."""
 
     def part(first: int, last: int) -> None:
         sizes = planes.stride, planes.positions
@@ -446,7 +446,7 @@ def _every(phase: int, dimension: int, geometry: Geometry) -> tuple[slice, slice
 
 
 def _spread(numbers: int) -> int:
-    """Return the least odd number of lines for so many numbers.
+    """Round up to an odd number of cache lines.
 
     Planes that are a power of two apart would share the same few lines of the cache.
     """

@@ -165,14 +165,14 @@ def _matrix(weight: SparseWeight, number: int) -> Tensor:
 
 
 def _matrices(weight: SparseWeight, first: int, last: int) -> Tensor:
-    """Return the matrices from ``first`` to ``last``, likewise."""
+    """Return the matrices from ``first`` to ``last``, a sparse weight of a stack."""
     layout = weight.sparse_layout
     values = cast(Tensor, weight.source)[layout.edges[first] : layout.edges[last]]
     return _of_stack(weight, values, layout.part(first, last))
 
 
 def _selected_matrices(weight: SparseWeight, numbers: list[int]) -> Any:
-    """Return a stack of the matrices with these numbers, which may repeat, likewise."""
+    """Return a stack of the matrices with these numbers, which may repeat."""
     layout, count = weight.sparse_layout, len(weight)
     if not numbers or min(numbers) < -count or max(numbers) >= count:
         return NotImplemented

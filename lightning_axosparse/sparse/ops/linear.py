@@ -196,7 +196,7 @@ class _ValuesProduct(NamedTuple):
         return cast(Tensor, for_inputs)
 
     def values_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
-        """Compute the gradient of the unpruned values, likewise."""
+        """Compute the gradient of the unpruned values, in the same way."""
         left, right = outer_factors(x, gradient, self.by_rows)
         if not backward_transformed(gradient):
             return sddmm(left, right, self.layout, self.form.backend, values.dtype)

@@ -31,7 +31,7 @@ BLOCK_ENTRIES = 4096
 """A block has the fewest rows with at least this many entries; a layout counts entries by block."""
 
 TILE_ENTRIES = {"cpu": 2**20, "cuda": 2**26}
-"""Approximate entries of a tile, by device: so many fit a CPU's cache, and occupy a GPU."""
+"""Approximate entries of a tile, by device: they fit a CPU's cache, and occupy a GPU."""
 
 
 def index_dtype(numel: int) -> torch.dtype:
@@ -142,7 +142,7 @@ class Layout(ABC):
         return joined
 
     def _joined(self, shape: torch.Size, numbers: Sequence[int]) -> Layout:
-        """Return the layout of these slices, together of this shape."""
+        """Return the layout of these slices, stacked to this shape."""
         return self.from_mask(self.mask()[numbers].view(shape))
 
     @cached_property

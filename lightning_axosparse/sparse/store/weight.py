@@ -79,7 +79,7 @@ class SparseWeight(Tensor):
         dense_copy: DenseCopy | None = None,
         dtype: torch.dtype | None = None,
     ) -> SparseWeight:
-        """Wrap ``values``; size, strides, offset and dtype are those of ``geometry``, if given."""
+        """Wrap ``values``; size, strides, offset and dtype are those of ``geometry``, if any."""
         size: torch.Size = layout.shape
         options: dict[str, Any] = {"dtype": dtype or values.dtype, "device": values.device}
         if geometry is not None:
@@ -329,11 +329,8 @@ class SparseWeight(Tensor):
     ) -> SparseWeight:
         device = device or self.device
         dtype = dtype or self.dtype
-        if (
-            self._dense_copy is not None
-            and device == self.device
-            and self.stored_values.dtype == self.dtype
-        ):
+        in_dtype = self.stored_values.dtype == self.dtype
+        if self._dense_copy is not None and device == self.device and in_dtype:
             # The resident copy casts the values when it is filled.
             return self._viewed(self._geometry(dtype))
         values = self.unpruned_values().to(device, dtype, non_blocking=non_blocking, copy=True)
