@@ -106,8 +106,8 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
 class SafetensorsState(Mapping[str, Tensor]):
     """The state in a safetensors file, by name; tensors are read on access.
 
-    Sparse ones are a :class:`SparseWeight` of the dense shape. A file of
-    :func:`save_safetensors` is read once before, a block at a time, to verify its checksum.
+    Sparse ones are a :class:`SparseWeight` of the dense shape. A file of :func:`save_safetensors`
+    is read once before, a block at a time, to verify its checksum.
     """
 
     def __init__(self, path: str | Path) -> None:

@@ -105,9 +105,9 @@ def _weights(ratio: float) -> str:
 def _workload(options: argparse.Namespace, ratio: float) -> Workload:
     microseconds, giga = 1e-6 * options.latency, 1e9
     model = Transformer(*options.shape) if options.shape else MODELS[options.model]
-    experts, chosen = (*options.experts, 1)[:2]
+    experts, top_k = (*options.experts, 1)[:2]
     return Workload(
-        layers=replace(model, experts=experts, chosen=min(experts, chosen)).costs,
+        layers=replace(model, experts=experts, top_k=min(experts, top_k)).costs,
         cluster=Cluster(
             devices=options.devices,
             devices_per_node=options.devices_per_node,

@@ -116,8 +116,8 @@ class Transformer:
         sequence: tokens per sample.
         vocabulary: size of the vocabulary.
         itemsize: bytes of one activation value.
-        experts: multi-layer perceptrons of a block, of which each token goes to some.
-        chosen: how many these are.
+        experts: multi-layer perceptrons of a block.
+        top_k: the number of experts per token.
     """
 
     layers: int
@@ -127,7 +127,7 @@ class Transformer:
     vocabulary: int
     itemsize: int = 2
     experts: int = 1
-    chosen: int = 1
+    top_k: int = 1
 
     @property
     def layer_weights(self) -> int:
@@ -152,7 +152,7 @@ class Transformer:
     @property
     def layer_flops(self) -> float:
         """Floating-point operations of a block's forward pass on one sample."""
-        with_weights = (8 + 16 * self.chosen) * self.width**2 * self.sequence
+        with_weights = (8 + 16 * self.top_k) * self.width**2 * self.sequence
         return with_weights + 4 * self.sequence**2 * self.width
 
     @property
@@ -172,13 +172,13 @@ class Transformer:
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
         sbh (34 + 5as/h) bytes with 16-bit values, of which the perceptron saves 19.
         """
-        shared = (7 + 3 * self.chosen) * self.width * self.sequence * self.itemsize / 2
+        shared = (7 + 3 * self.top_k) * self.width * self.sequence * self.itemsize / 2
         return shared + self.split_activation_bytes
 
     @property
     def split_activation_bytes(self) -> float:
         """The part divided among ranks that share the block: sb (24h + 5as) of a dense one."""
-        per_token = (8 + 16 * self.chosen) * self.width + 5 * self.heads * self.sequence
+        per_token = (8 + 16 * self.top_k) * self.width + 5 * self.heads * self.sequence
         return self.sequence * per_token * self.itemsize / 2
 
     @property
@@ -197,7 +197,7 @@ class Transformer:
             activation_bytes=per_block(self.layer_activation_bytes),
             output_bytes=per_block(self.message_bytes),
             expert_weights=per_block(self.expert_weights if self.experts > 1 else 0),
-            token_bytes=per_block(self.chosen * self.message_bytes if self.experts > 1 else 0),
+            token_bytes=per_block(self.top_k * self.message_bytes if self.experts > 1 else 0),
             # After attention, and after the perceptron; results of experts are gathered.
             shared_bytes=per_block((1.5 if self.experts > 1 else 2) * self.message_bytes),
             split_activation_bytes=per_block(self.split_activation_bytes),

@@ -144,10 +144,10 @@ def magnitudes(ratio):
 def test_places_take_little_more_than_their_entropy(ratio):
     torch.manual_seed(0)
     mask = torch.rand(ENTRIES) >= ratio
-    kept = int(mask.sum())
-    share = kept / ENTRIES
+    nnz = int(mask.sum())
+    share = nnz / ENTRIES
     bits = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * ENTRIES
-    assert 8 * encode(torch.ones(kept), mask)[0].numel() < 1.02 * bits
+    assert 8 * encode(torch.ones(nnz), mask)[0].numel() < 1.02 * bits
 
 
 # At 0.99 in float16 the places (0.9 bytes) and the mantissas (10 bits) alone come to 1.1.

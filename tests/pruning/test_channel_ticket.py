@@ -53,9 +53,9 @@ def test_a_layer_computes_its_kept_outputs_of_its_kept_inputs(kind: type[nn.Modu
     assert torch.allclose(layer(x[:, INPUTS]), expected, rtol=0, atol=1e-12)
     assert layer.weight.is_leaf
     for parameter, moment in zip(layer.parameters(), moments, strict=True):
-        kept = optimizer.state[parameter]["momentum_buffer"]
-        assert kept.shape == parameter.grad.shape == parameter.shape
-        assert torch.isin(kept, moment).all()
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert momentum.shape == parameter.grad.shape == parameter.shape
+        assert torch.isin(momentum, moment).all()
     layer(x[:, INPUTS]).sum().backward()
     optimizer.step()
 
@@ -121,11 +121,11 @@ def test_the_largest_scales_stay_above_the_floors(
         name: scale.shape for name, scale in scales.items()
     }
     least = {n: max(1, math.ceil(floor * (1 - ratio) * len(s))) for n, s in scales.items()}
-    kept = {name: int(mask.sum()) for name, mask in masks.items()}
-    assert all(kept[name] >= least[name] for name in kept)
+    counts = {name: int(mask.sum()) for name, mask in masks.items()}
+    assert all(counts[name] >= least[name] for name in counts)
     wanted = sum(sizes) - round(ratio * sum(sizes))
-    assert sum(kept.values()) == max(wanted, sum(least.values()))
-    free = [n for n in kept if kept[n] > least[n]]  # Floors do not decide there.
+    assert sum(counts.values()) == max(wanted, sum(least.values()))
+    free = [n for n in counts if counts[n] > least[n]]  # Floors do not decide there.
     if free:
         lowest = min(float(scales[n].abs()[masks[n]].min()) for n in free)
         for name, mask in masks.items():

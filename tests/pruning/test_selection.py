@@ -23,9 +23,9 @@ def test_ratios_out_of_range_are_refused(ratio):
 @given(st.lists(dims, min_size=1, max_size=8), st.floats(0, 0.999), st.floats(0, 1))
 def test_floors_never_keep_more_than_there_is(shapes, ratio, floor):
     sizes = {str(n): Size(s) for n, s in enumerate(shapes)}
-    kept = unpruned_count(sizes, ratio)
-    least = minimum_counts(sizes, kept, floor)
-    assert sum(least.values()) <= kept
+    k = unpruned_count(sizes, ratio)
+    least = minimum_counts(sizes, k, floor)
+    assert sum(least.values()) <= k
     assert all(least[name] <= size.numel() for name, size in sizes.items())
 
 
@@ -44,11 +44,11 @@ def sizes_of(scores):
 
 def one_process(scores, ratio, floor=0.0):
     sizes = sizes_of(scores)
-    kept = unpruned_count(sizes, ratio)
-    return top_k_masks(scores, sizes, kept, minimum_counts(sizes, kept, floor))
+    k = unpruned_count(sizes, ratio)
+    return top_k_masks(scores, sizes, k, minimum_counts(sizes, k, floor))
 
 
-def sorted_masks(scores, kept, floor=0.0):
+def sorted_masks(scores, k, floor=0.0):
     """The definition: sort all scores, ties in global order, and keep the last.
 
     The highest of each weight, as many as its floor, come after all others.
@@ -57,12 +57,12 @@ def sorted_masks(scores, kept, floor=0.0):
     safe = []
     for score in scores.values():
         own = torch.zeros(score.numel(), dtype=torch.bool)
-        least = int(floor * kept * score.numel() / len(flat))
+        least = int(floor * k * score.numel() / len(flat))
         own[score.reshape(-1).double().argsort(stable=True)[score.numel() - least :]] = True
         safe.append(own)
     flat[torch.cat(safe)] = torch.inf
     mask = torch.ones(len(flat), dtype=torch.bool)
-    mask[flat.argsort(stable=True)[: len(flat) - kept]] = False
+    mask[flat.argsort(stable=True)[: len(flat) - k]] = False
     parts = mask.split([score.numel() for score in scores.values()])
     return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
 
@@ -94,8 +94,8 @@ def test_every_weight_keeps_its_floor_and_the_whole_its_number():
         masks = one_process(scores, 0.8, floor=floor)
         assert int(masks["low"].sum()) == low
         assert sum(int(mask.sum()) for mask in masks.values()) == 2000
-        kept, pruned = scores["low"][masks["low"]], scores["low"][~masks["low"]]
-        assert low == 0 or kept.min() > pruned.max()
+        unpruned, pruned = scores["low"][masks["low"]], scores["low"][~masks["low"]]
+        assert low == 0 or unpruned.min() > pruned.max()
 
 
 def test_mixed_precisions_extremes_and_zeros_of_both_signs():
@@ -144,8 +144,8 @@ def masks_of_a_stage(stage, stages, group):
         held, counted = on_stage(scores, stages, stage)
         own = {name: held[name] for name in scores if name in counted}
         sizes = sizes_of(scores)
-        kept = unpruned_count(sizes, ratio)
-        found.append(top_k_masks(own, sizes, kept, minimum_counts(sizes, kept, floor), group))
+        k = unpruned_count(sizes, ratio)
+        found.append(top_k_masks(own, sizes, k, minimum_counts(sizes, k, floor), group))
     if "b.weight" in own:
         own["b.weight"] = own["b.weight"] * torch.nan
     with pytest.raises(ValueError, match=r"NaN in b\.weight"):

@@ -10,8 +10,8 @@ A sum runs over the unpruned entries in the order of their places, so it does no
 number of threads, and a position's result does not depend on the positions beside it.
 
 The functions take flat arrays and check nothing. A row is an output channel of the weight, or, of
-the transposed weight, a plane of the inputs. ``group`` is the number of rows that see
-the same inputs, and how far on those of the next ones are.
+the transposed weight, a plane of the inputs. ``group`` is the number of rows that read the same
+inputs, and the distance to the inputs of the next ones.
 """
 
 from __future__ import annotations

@@ -70,17 +70,17 @@ def sparsify(
     The parameter objects, their names and the optimizer's parameter groups stay the same. A pruned
     parameter becomes the 1-D vector of its unpruned values, so its gradient and its optimizer state
     shrink with it. ``module.weight`` still reads as a tensor of the dense shape. State dicts stay
-    dense; each call copies them: to change the values, use ``load_state_dict``, the
-    parameters or ``module.weight``. The method follows SAMO (Singh & Bhatele, IPDPS 2023) and
-    stores the weight itself sparse as well.
+    dense; each call copies them: to change the values, use ``load_state_dict``, the parameters or
+    ``module.weight``. The method follows SAMO (Singh & Bhatele, IPDPS 2023) and stores the weight
+    itself sparse as well.
 
     Args:
         module: the model, or any part of it. If it is wrapped in ``DistributedDataParallel``, pass
             the wrapper, which then reduces only the unpruned entries.
-        masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the
-            parameter's shape, False where an entry is pruned. A tied parameter may be given under
-            any of its names. The mask of a parameter that is stored sparse already may prune more
-            of its entries, as a ratio that rises does.
+        masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the parameter's
+            shape, False where an entry is pruned. A tied parameter may be given under any of its
+            names. The mask of a parameter that is stored sparse already may prune more of its
+            entries, as a ratio that rises does.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
         index_format: how the positions of unpruned entries are stored: "segments" or "bitmap"

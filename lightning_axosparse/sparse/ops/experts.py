@@ -2,8 +2,8 @@
 
 ``transformers`` and others store the experts of a layer as one parameter of three dimensions.
 Selecting some of them gives a sparse weight of their part of the values, by which ``linear.py``
-multiplies. Products with the whole stack run here, matrix by matrix. Only matrices
-for which there are inputs are computed; the gradients of the others are zero.
+multiplies. Products with the whole stack run here, matrix by matrix. Only matrices for which there
+are inputs are computed; the gradients of the others are zero.
 """
 
 from __future__ import annotations

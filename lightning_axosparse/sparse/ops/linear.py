@@ -36,9 +36,9 @@ panels         otherwise                                     torch's product wit
                                                              weight, materialized in turn
 =============  ============================================  =====================================
 
-Which way runs follows from the dtype, the device, the density, whether there is a
-single token, the policy, ``compute`` and the kind of processor on which the ranks of a run agree
-and which its checkpoints store (``backend``): it is the same on all ranks, and in a resumed run.
+Which way runs follows from the dtype, the device, the density, whether there is a single token, the
+policy, ``compute`` and the kind of processor on which the ranks of a run agree and which its
+checkpoints store (``backend``): it is the same on all ranks, and in a resumed run.
 """
 
 from __future__ import annotations

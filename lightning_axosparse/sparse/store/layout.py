@@ -307,8 +307,8 @@ def row_length(shape: torch.Size) -> int:
 def is_stack(shape: torch.Size) -> bool:
     """Return whether a tensor is a stack of matrices that layers multiply by, as experts are.
 
-    Each row of the matrices is then cut into segments (``formats.py``). Kernels of
-    ``nn.Conv1d`` have three dimensions, too, of which the last is shorter.
+    Each row of the matrices is then cut into segments (``formats.py``). Kernels of ``nn.Conv1d``
+    have three dimensions, too, of which the last is shorter.
     """
     return len(shape) == 3 and shape[-1] >= SHORTEST_LINE
 

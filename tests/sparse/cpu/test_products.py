@@ -27,10 +27,10 @@ widths = st.sampled_from([64, 96, 255, 256, 257, 600])
 tokens = st.sampled_from([0, 1, 2, 8, 9, 15, 16, 17, 63, 64, 65, 100, 130, 300])
 
 
-def weight(height, width, kept, seed=0):
+def weight(height, width, density, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(height, width, generator=generator) < kept
-    mask[1::5] = False  # rows of which nothing is kept
+    mask = torch.rand(height, width, generator=generator) < density
+    mask[1::5] = False  # rows of which all entries are pruned
     dense = torch.randn(height, width, generator=generator).where(mask, torch.zeros(()))
     layout = layout_of(mask, "segments")
     return dense, layout, layout.compress(dense)
@@ -51,12 +51,12 @@ def close(found, product, *factors):
     height=st.sampled_from([1, 3, 16, 63, 64, 65, 130]),
     width=widths,
     n=tokens,
-    kept=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    density=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     biased=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, seed):
-    dense, layout, values = weight(height, width, kept, seed)
+def test_products_are_those_of_the_dense_weight(height, width, n, density, biased, seed):
+    dense, layout, values = weight(height, width, density, seed)
     inputs, gradient = torch.randn(n, width), torch.randn(n, height)
     out, back = (torch.randn(size) if biased else None for size in (height, width))
     found = sparse_products.spmm_t(inputs, values, layout, out)
@@ -72,7 +72,7 @@ def test_an_entry_of_a_gradient_depends_on_no_other(n):
     left, right = torch.randn(n, 70), torch.randn(n, 300)
     mask = torch.rand(70, 300) < 0.3
     some = mask & (torch.rand(70, 300) < 0.4)
-    both = [layout_of(kept, "segments") for kept in (mask, some)]
+    both = [layout_of(m, "segments") for m in (mask, some)]
     every, few = (layout.densify(sparse_products.sddmm(left, right, layout)) for layout in both)
     assert torch.equal(few, every * some)
 
@@ -87,11 +87,11 @@ def loop(request, monkeypatch):
 
 @pytest.mark.parametrize("height", [1, 16, 45])
 @pytest.mark.parametrize("width", [64, 255, 256, 257, 600])
-@pytest.mark.parametrize("kept", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
 @pytest.mark.usefixtures("loop")
-def test_one_token_reads_no_input_of_a_pruned_weight(height, width, kept):
+def test_one_token_reads_no_input_of_a_pruned_weight(height, width, density):
     generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(height, width, generator=generator) < kept
+    mask = torch.rand(height, width, generator=generator) < density
     mask[:, ::3] = False
     layout, values = layout_of(mask, "segments"), torch.randn(int(mask.sum()))
     inputs = torch.randn(1, width)
@@ -181,9 +181,9 @@ def loaded(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("kept", [0.2, 0.9])
-def test_a_conversion_loads_the_loops(kept, loaded):
-    sparsify(layer := nn.Linear(96, 130), random_masks(layer, kept))
+@pytest.mark.parametrize("density", [0.2, 0.9])
+def test_a_conversion_loads_the_loops(density, loaded):
+    sparsify(layer := nn.Linear(96, 130), random_masks(layer, density))
     assert loaded
 
 
@@ -223,7 +223,7 @@ def test_products_of_double_precision_run_on_panels(compute):
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize(
-    ("processor", "kept", "there"),
+    ("processor", "density", "there"),
     [
         ("unmeasured", 0.05, ""),
         ("matrix", 0.05, "float32"),
@@ -233,8 +233,8 @@ def test_products_of_double_precision_run_on_panels(compute):
         ("float32", 0.9, ""),
     ],
 )
-def test_what_auto_chooses_depends_on_the_processor(processor, kept, there, dtype):
-    _, layout, values = weight(80, 100, kept)
+def test_what_auto_chooses_depends_on_the_processor(processor, density, there, dtype):
+    _, layout, values = weight(80, 100, density)
     for name in ("spmm_t", "spmm", "sddmm"):
         for compute, expected in (("auto", there), ("dense", ""), ("sparse", "float32 16")):
             choice = layout, name, Backend(compute, processor)
@@ -299,7 +299,7 @@ def output_of(layer, inputs):
 def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
     monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
     layer = LAYERS[name]()
-    masks = random_masks(layer, kept=0.2)
+    masks = random_masks(layer, density=0.2)
     results = []
     for one in sparse_and_dense(layer, masks):
         inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
@@ -336,7 +336,7 @@ def test_layers_in_16_bits_multiply_by_kept_values(name, mixed, processor, monke
     monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
     dtype = torch.float32 if mixed else torch.bfloat16
     layer = LAYERS[name]().to(dtype)
-    masks = random_masks(layer, kept=0.08 if processor == "bfloat16" else 0.2)
+    masks = random_masks(layer, density=0.08 if processor == "bfloat16" else 0.2)
     results = []
     for one in sparse_and_dense(layer, masks, compute=compute):
         inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
@@ -372,7 +372,7 @@ def test_a_single_token_is_multiplied_here_however_much_is_kept(name, dtype, mon
 def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch):
     monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
     layer, inputs = nn.Linear(96, 130).bfloat16(), torch.ones(3, 96).bfloat16()
-    sparsify(layer, random_masks(layer, kept=0.08))
+    sparsify(layer, random_masks(layer, density=0.08))
     calls, product = [], sparse_products.spmm_t
     monkeypatch.setattr(sparse_products, "spmm_t", lambda *a: calls.append(None) or product(*a))
     for agreed in (None, "matrix", "float32"):
@@ -399,7 +399,7 @@ def test_an_unknown_choice_is_refused():
 
 def test_dense_computes_on_panels(monkeypatch):
     layer = nn.Linear(96, 130)
-    sparsify(layer, random_masks(layer, kept=0.1), compute="dense")
+    sparsify(layer, random_masks(layer, density=0.1), compute="dense")
     monkeypatch.setattr(sparse_products, "spmm_t", None)
     layer(torch.ones(3, 96))
 

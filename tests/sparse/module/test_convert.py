@@ -75,7 +75,7 @@ def test_recurrent_modules_come_back_too():
     sparsify(rnn, masks)
     densify(rnn)
     assert torch.equal(rnn(inputs)[0], dense(inputs)[0])
-    assert all(kept is own for kept, own in zip(rnn._flat_weights, rnn.parameters(), strict=True))
+    assert all(flat is own for flat, own in zip(rnn._flat_weights, rnn.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -246,10 +246,10 @@ def test_fewer_of_the_kept_entries_may_be_kept(make, policy, dtype):
         sparsify(net, first, optimizer, policy=policy)
         step(net, optimizer)
     sparsify(model, fewer, optimizers[0], policy=policy)
-    [kept] = {int(mask.sum()) for mask in fewer.values()}
+    [count] = {int(mask.sum()) for mask in fewer.values()}
     weight = dict(model.named_parameters())["embedding.weight"]
-    assert weight.shape == weight.grad.shape == (kept,)
-    assert all(value.shape in ((), (kept,)) for value in optimizers[0].state[weight].values())
+    assert weight.shape == weight.grad.shape == (count,)
+    assert all(value.shape in ((), (count,)) for value in optimizers[0].state[weight].values())
     # As if they had been pruned from what the first mask had made of them.
     densify(once, optimizers[1])
     sparsify(once, fewer, optimizers[1], policy=policy)

@@ -31,7 +31,7 @@ class Stack(nn.Module):
 def mask():
     torch.manual_seed(0)
     mask = torch.rand(EXPERTS, ROWS, COLUMNS) < 0.3
-    mask[2] = False  # nothing is kept of an expert
+    mask[2] = False  # an expert of which all entries are pruned
     return mask
 
 

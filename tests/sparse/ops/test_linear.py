@@ -68,8 +68,8 @@ def layers_agree(module, *shape, **options):
     ours, theirs = differentiate(sparse, *shape, **options), differentiate(dense, *shape, **options)
     torch.testing.assert_close(ours, theirs)
     if dense.weight.grad is not None:
-        kept = layouts(sparse)["weight"].compress(dense.weight.grad)
-        torch.testing.assert_close(sparse._parameters["weight"].grad, kept)
+        expected = layouts(sparse)["weight"].compress(dense.weight.grad)
+        torch.testing.assert_close(sparse._parameters["weight"].grad, expected)
 
 
 @pytest.mark.parametrize("make", [nn.Linear, Renamed, lambda i, o: Conv1D(o, i)])
@@ -118,8 +118,8 @@ def test_a_forward_of_ones_own_reads_the_weight(reads):
 
 def test_a_sparse_bias_is_read(reads):
     module = nn.Linear(6, 10)
-    kept = torch.arange(10) % 2 == 0
-    sparsify(module, {"weight": torch.ones(10, 6, dtype=torch.bool), "bias": kept})
+    mask = torch.arange(10) % 2 == 0
+    sparsify(module, {"weight": torch.ones(10, 6, dtype=torch.bool), "bias": mask})
     output = module(torch.ones(6))
     torch.testing.assert_close(output, F.linear(torch.ones(6), module.weight, module.bias))
     assert reads
@@ -417,8 +417,8 @@ def test_double_backward():
         x = inputs.clone().requires_grad_()
         loss = F.linear(x, weight).pow(3).sum()
         first = torch.autograd.grad(loss, (x, leaf), create_graph=True)
-        kept = first[1] if leaf is values else first[1][mask]
-        (first[0].square().sum() + kept.square().sum()).backward()
+        unpruned = first[1] if leaf is values else first[1][mask]
+        (first[0].square().sum() + unpruned.square().sum()).backward()
     torch.testing.assert_close(values.grad, dense.grad[mask], rtol=1e-12, atol=1e-9)
 
 

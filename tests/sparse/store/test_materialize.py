@@ -18,7 +18,7 @@ from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store import materialize
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import best_policy
-from tests.sparse.masking import apply_masks, kept, random_masks
+from tests.sparse.masking import apply_masks, random_masks, unpruned
 from tests.sparse.test_layers import build, layer_types, run
 
 POLICIES = ["sparse", "samo"]
@@ -67,7 +67,7 @@ def test_a_resident_copy_changes_no_number(name, replaced, monkeypatch):
         for parameter_name, parameter in module.named_parameters():
             gradient = expected[parameter_name].grad
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            torch.testing.assert_close(parameter.grad, kept(parameter_name, gradient, masks))
+            torch.testing.assert_close(parameter.grad, unpruned(parameter_name, gradient, masks))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
