@@ -100,9 +100,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         with reading(path):
             load = _load_folder if path.is_dir() else load_mapped
-            whole: dict[str, Any] = load(path, weights_only)
-            _validate_form(whole)
-        return whole
+            checkpoint: dict[str, Any] = load(path, weights_only)
+            _validate_form(checkpoint)
+        return checkpoint
 
 
 def clear_unfinished_checkpoints(trainer: Trainer) -> None:
@@ -156,8 +156,8 @@ def _load_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
             raise CorruptFileError(f"the folder has no tensor {value['name']!r}")
         return tensors[value["name"]]
 
-    whole: dict[str, Any] = tree_map(tensor, contents, is_leaf=_is_record)
-    return whole
+    checkpoint: dict[str, Any] = tree_map(tensor, contents, is_leaf=_is_record)
+    return checkpoint
 
 
 def _files(folder: Path) -> list[Path]:

@@ -51,7 +51,7 @@ class StageTensors:
     """The tensors of a checkpoint on the stages that have them.
 
     Every stage calls :meth:`gather` with its part of the checkpoint, as often as there are parts.
-    The first rank gets those of the others as deferred tensors, which ask their owner when they are
+    The first rank gets the others' tensors deferred: each asks its owner when it is
     read. Meanwhile the others :meth:`serve`, until the first calls :meth:`end`.
 
     Args:
@@ -146,7 +146,7 @@ def _computed_if_small(tensor: DeferredTensor) -> Tensor:
 def gather_model_state(
     split: Sharding, stages: range, tensors: StageTensors, whole_values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Gather the module's state on the first rank, in the key order of the whole module.
+    """Gather the module's state on the first rank, in the key order of the full module.
 
     ``whole_values`` has the full values, by name, of parameters of which the module has a part.
 
@@ -162,8 +162,8 @@ def gather_model_state(
         for key, value in state.items()
         if first.get(key, key) == key and split.source_of(key) in stages
     }
-    whole = tensors.gather_entries(local)
-    return {key: whole[first.get(key, key)] for key in state} if whole else {}
+    full = tensors.gather_entries(local)
+    return {key: full[first.get(key, key)] for key in state} if full else {}
 
 
 def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:

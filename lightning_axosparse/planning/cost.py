@@ -146,7 +146,7 @@ class Transformer:
 
     @property
     def weights(self) -> int:
-        """Weights of the whole model."""
+        """Weights of the full model."""
         return self.layers * self.layer_weights + self.embedding_weights
 
     @property

@@ -320,9 +320,9 @@ class _Reader:
             segments = [_segment(part.outputs, spread) for part in value.parts]
             if any(segment.scale is not None for segment in segments):
                 inputs[layer] = segments
-        whole = {o.layer: o.reason for o in self._outputs if o.reason is not None}
+        reasons = {o.layer: o.reason for o in self._outputs if o.reason is not None}
         scales = {scale: o.width for scale, o in removable.items()}
-        return Channels(scales, outputs, inputs, {**self._whole, **whole})
+        return Channels(scales, outputs, inputs, {**self._whole, **reasons})
 
     def _layer(self, name: str) -> nn.Module:
         layer: nn.Module = self._modules[name.removeprefix(self._prefix)]
@@ -407,8 +407,8 @@ class _Reader:
         tensors, *rest = args
         dimension = rest[0] if rest else kwargs.get("dim", kwargs.get("axis", 0))
         forms = {t.form for t in tensors if isinstance(t, _Value)}
-        whole = all(isinstance(t, _Value) for t in tensors)
-        if whole and dimension == 1 and forms in ({"map"}, {"vector"}):
+        known = all(isinstance(t, _Value) for t in tensors)
+        if known and dimension == 1 and forms in ({"map"}, {"vector"}):
             return _Value(tuple(part for t in tensors for part in t.parts), forms.pop())
         return self._retain((args, kwargs), "they are concatenated with others that are not known")
 

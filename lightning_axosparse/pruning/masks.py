@@ -64,11 +64,11 @@ class MaskBits(Mapping[str, Tensor]):
     @staticmethod
     def merged(parts: Iterable[MaskBits]) -> MaskBits:
         """Return the masks of all ``parts``; the last one where a name occurs more than once."""
-        whole = MaskBits({})
+        merged = MaskBits({})
         for part in parts:
-            whole._bits.update(part._bits)
-            whole.shapes.update(part.shapes)
-        return whole
+            merged._bits.update(part._bits)
+            merged.shapes.update(part.shapes)
+        return merged
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
@@ -122,7 +122,7 @@ def mask_distance(
         other: the same names and shapes.
         counted: the names that this rank counts; each name is counted by exactly one rank of
             ``group``.
-        group: the ranks whose stages make up the model; None if this rank has the whole model.
+        group: the ranks whose stages make up the model; None if this rank has the full model.
     """
     counts = torch.zeros(3, dtype=torch.int64)
     for name in one.keys() & set(counted):

@@ -45,7 +45,7 @@ def prunable(module: nn.Module, which: Which | None = None) -> dict[str, torch.S
     Tied parameters appear once; parameters on the meta device are included.
 
     Args:
-        module: the whole model.
+        module: the full model.
         which: a table, whose keys are kinds or patterns (as in :mod:`fnmatch`) of parameter names,
             and whose values say whether they are pruned: the last entry that fits a parameter
             counts, and :data:`PRUNED_BY_DEFAULT` where none fits. Or a function that decides for
@@ -316,11 +316,11 @@ class MaskRule:
         """Compute the masks of the weights that this rank counts, as one process would.
 
         Args:
-            module: the whole model.
+            module: the full model.
             optimizers: those that train it, for scores that need their state.
             counted: the parameters that this rank counts, of which some may not be pruned; each is
                 counted by exactly one rank of ``group``. None: all of the module.
-            group: the ranks whose stages make up the model; None if this rank has the whole model.
+            group: the ranks whose stages make up the model; None if this rank has the full model.
             stored: returns a weight by name; None takes it from ``module`` and ``optimizers``.
 
         Returns:

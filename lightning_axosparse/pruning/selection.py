@@ -64,7 +64,7 @@ def top_k_masks(
         k: the number of unpruned entries, of all weights.
         minimum: the least number of unpruned entries of each weight, together no more than ``k``;
             None: zero.
-        group: the ranks whose stages make up the model; None if this rank has the whole model.
+        group: the ranks whose stages make up the model; None if this rank has the full model.
     """
     double = _validate(scores, group)
     keys = _Keys(scores, minimum or {}, double)
