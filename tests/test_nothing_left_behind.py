@@ -199,7 +199,7 @@ ENTRIES: dict[str, Callable[[Trainer, LightningModule], Any]] = {
 STRATEGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "one rank": ({}, 1, {}),
     "recompute": ({"recompute": 2, "microbatches": 2}, 1, {}),
-    "offload": ({"offload_optimizer": True, "microbatches": 2}, 1, {"gradient_clip_val": 1.0}),
+    "divided": ({"shard_optimizer": True, "microbatches": 2}, 1, {"gradient_clip_val": 1.0}),
     "loopback": (
         {"g_inter": 2, "transport": "loopback", "balance": "time"},
         1,

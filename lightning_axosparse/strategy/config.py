@@ -31,7 +31,6 @@ class Config:
     loss: Literal["auto", "whole", "parts"]
     save_distributed_checkpoint: bool
     recompute: int | Literal["sqrt"] | None
-    offload_optimizer: bool
     shard_optimizer: bool
     regrid: int | Literal["auto"] | None
     g_tensor: int
@@ -106,7 +105,6 @@ class Config:
             "transport": self.transport == "loopback",
             "balance": self.balance == "time",
             "regrid": self.regrid is not None,
-            "offload_optimizer": self.offload_optimizer,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(

@@ -107,8 +107,7 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
 def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     """Count the bytes of weights, indices, resident copies, gradients and optimizer state.
 
-    Gradients are counted even where there are none now. Offloaded optimizer state is not counted:
-    it takes none of the device's memory.
+    Gradients are counted even where there are none now.
     """
     stored = state_bytes(module)
     moments = (
@@ -116,7 +115,6 @@ def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int
         for optimizer in optimizers
         for parameter in module.parameters()
         for leaf in tensors_in(optimizer.state.get(parameter, {}))
-        if leaf.device == parameter.device
     )
     return 2 * stored.weights + stored.resident + stored.indices + sum(moments)
 

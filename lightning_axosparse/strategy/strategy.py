@@ -111,9 +111,6 @@ class AxoSparseStrategy(PipelineStrategy):
         recompute: activation checkpointing: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
-        offload_optimizer: keeps the optimizer's state in host memory and steps there; the device
-            keeps parameters and gradients. Parameters of less than 32 bits get float32 master
-            weights.
         shard_optimizer: divides the optimizer's state of a stage among its replicas (ZeRO stage 1):
             each keeps and steps its part of every parameter, and they give each other the new
             values. Weights are the same to the bit. Of gradients that nothing reads before the
@@ -168,7 +165,6 @@ class AxoSparseStrategy(PipelineStrategy):
         timeout=TIMEOUT,
         restarts=INDEX,
         recompute=COUNT | one_of("sqrt") | NONE,
-        offload_optimizer=BOOL,
         shard_optimizer=BOOL,
         regrid=COUNT | one_of("auto") | NONE,
         g_tensor=COUNT,
@@ -189,7 +185,6 @@ class AxoSparseStrategy(PipelineStrategy):
         loss: Literal["auto", "whole", "parts"] = "auto",
         save_distributed_checkpoint: bool = False,
         recompute: int | Literal["sqrt"] | None = None,
-        offload_optimizer: bool = False,
         shard_optimizer: bool = False,
         regrid: int | Literal["auto"] | None = None,
         g_tensor: int = 1,

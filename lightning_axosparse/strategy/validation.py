@@ -26,7 +26,6 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
-from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, HostMemory
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
@@ -265,7 +264,6 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
                 " rank with g_inter=1 and microbatches=1." + see("optimizers")
             )
     given = {
-        "offload_optimizer": config.offload_optimizer,
         "shard_optimizer": config.shard_optimizer,
         "g_tensor": config.g_tensor > 1,
         "g_expert": config.g_expert > 1,
@@ -273,7 +271,7 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
     for feature in (each for each, is_given in given.items() if is_given):
         validate_one_optimizer(optimizers, feature)
         for optimizer in optimizers:
-            validate_placement(optimizer, feature)
+            validate_steps_in_parts(optimizer, feature)
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:
@@ -286,15 +284,7 @@ def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> Non
         )
 
 
-def _in_buckets(optimizer: Optimizer) -> None:
-    BucketwiseOptimizer(optimizer, HostMemory(), bucket=1)
-
-
 _REFUSALS = {
-    "offload_optimizer": (
-        "cannot be offloaded",
-        "offload_optimizer=True steps parameters on the CPU, bucket by bucket",
-    ),
     "shard_optimizer": (
         "cannot be divided",
         "shard_optimizer=True gives each replica a part of every parameter",
@@ -311,28 +301,24 @@ _REFUSALS = {
 """What is said of an optimizer that does not fit to a feature, and what the feature does."""
 
 
-def validate_placement(optimizer: Optimizer, feature: str) -> None:
-    """Check that an optimizer steps buckets, or parts of parameters, as it steps all of them.
+def validate_steps_in_parts(optimizer: Optimizer, feature: str) -> None:
+    """Check that an optimizer steps parts of parameters as it steps all of them.
 
     This takes trial steps of an optimizer of the same class and settings on small random
     parameters; the optimizer itself is not changed.
     """
-    by_buckets = feature == "offload_optimizer"
-    how: dict[str, Any] = {"prepare": _in_buckets} if by_buckets else {"in_parts": True}
     for group in optimizer.param_groups:
         try:
-            whole, placed = trial_steps(optimizer, group), trial_steps(optimizer, group, **how)
+            whole, parts = (trial_steps(optimizer, group, in_parts) for in_parts in (False, True))
         except Exception as error:  # whatever the user's optimizer raises
             reason = f"a trial step failed: {without_link(error)}"
-            raise _not_placed(optimizer, feature, reason) from error
-        if not torch.allclose(whole, placed):
+            raise _not_in_parts(optimizer, feature, reason) from error
+        if not torch.allclose(whole, parts):
             reason = "parts of a parameter get other numbers than all of it"
-            if by_buckets:
-                reason = "one parameter after the other gives other numbers"
-            raise _not_placed(optimizer, feature, reason)
+            raise _not_in_parts(optimizer, feature, reason)
 
 
-def _not_placed(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
+def _not_in_parts(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
     impossible, needs = _REFUSALS[feature]
     return MisconfigurationException(
         f"{type(optimizer).__name__} {impossible}: {reason}. {needs}: "

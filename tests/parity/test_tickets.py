@@ -18,7 +18,6 @@ from tests.ranks import run_ranks
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
     "2x1": (2, {"g_inter": 2}),
     "loopback": (1, {"g_inter": 3, "transport": "loopback"}),
-    "offloaded": (1, {"offload_optimizer": True}),
     "3x1": (3, {"g_inter": 3}),
 }
 

@@ -87,8 +87,8 @@ def test_the_formula_that_samo_published() -> None:
 
 
 def test_fixed_bytes_count_once() -> None:
-    offloaded = Storage(per_weight=4, per_unpruned=0, gradient=2, fixed=64.0)
-    assert offloaded.state_bytes(10, 0.0) == 104
+    buffered = Storage(per_weight=4, per_unpruned=0, gradient=2, fixed=64.0)
+    assert buffered.state_bytes(10, 0.0) == 104
 
 
 @given(replicas=st.integers(1, 64), ratio=st.floats(0, 0.99))

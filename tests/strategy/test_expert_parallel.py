@@ -24,7 +24,6 @@ from tests.parity.test_expert_parallel import LAYERS, Adapted, Experts, Mixtral,
     [
         ({"experts": None}, "g_expert=2 .* not said which experts"),
         ({"transport": "loopback"}, "transport='loopback' does not work with g_expert=2"),
-        ({"offload_optimizer": True}, "offload_optimizer=True does not work"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
         ({"g_expert": 0}, "g_expert=0 must be"),
         ({"experts": 3}, "experts=3 must be"),

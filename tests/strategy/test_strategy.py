@@ -55,7 +55,7 @@ class Flat(Net):
         ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs to"),
         ({"microbatches": "4"}, "microbatches='4'.*or None"),
         ({"in_flight": 1.5}, "in_flight=1.5"),
-        ({"offload_optimizer": 1}, "offload_optimizer=1"),
+        ({"shard_optimizer": 1}, "shard_optimizer=1"),
         ({"shard_optimizer": "yes"}, "shard_optimizer='yes'"),
         ({"timeout": 0}, "timeout=0 must be a number of seconds"),
         ({"timeout": timedelta(seconds=-1)}, "timeout=.*datetime.timedelta"),

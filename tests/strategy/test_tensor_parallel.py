@@ -28,7 +28,6 @@ PLAN = {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
         ({"transport": "loopback"}, "transport='loopback' does not work with g_tensor=2"),
         ({"balance": "time"}, "balance='time' does not work"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
-        ({"offload_optimizer": True}, "offload_optimizer=True does not work"),
         ({"g_tensor": 0}, "g_tensor=0 must be"),
         ({"tensor_plan": "mine"}, "tensor_plan='mine' must be"),
     ],

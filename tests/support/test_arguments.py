@@ -140,7 +140,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "restarts": NO_INDEX,
             "timeout": [None, True, 0, -1, "30", [], float("nan"), timedelta(0)],
             "recompute": ["cube", *NO_COUNT],
-            "offload_optimizer": NO_BOOL,
             "shard_optimizer": NO_BOOL,
             "regrid": ["some", *NO_COUNT],
             "g_tensor": NO_COUNT,
@@ -395,7 +394,7 @@ def test_what_fits_is_taken_with_numpys_numbers_as_pythons(tmp_path: Path) -> No
         balance=np.array([1, 2, 3, 1]),
         regrid=np.int8(2),
         recompute=np.uint8(2),
-        offload_optimizer=np.bool_(True),
+        shard_optimizer=np.bool_(True),
         split_batch=lambda batch, parts: [batch] * parts,
     )
     assert (type(strategy.g_inter), strategy.microbatches) == (int, 3)

@@ -220,25 +220,20 @@ def trial_state(
     return state
 
 
-def trial_steps(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    in_parts: bool = False,
-    prepare: Callable[[Optimizer], None] = lambda _: None,
-) -> Tensor:
+def trial_steps(optimizer: Optimizer, group: Mapping[str, Any], in_parts: bool) -> Tensor:
     """Return the entries of two small random parameters after a few steps of a trial optimizer.
 
     Args:
         optimizer: the optimizer to copy.
         group: the settings to copy.
-        in_parts: whether halves of the parameters, as vectors, become the parameters.
-        prepare: called with the trial optimizer before it steps.
+        in_parts: whether halves of the parameters, as vectors, have optimizers of their own.
     """
 
     def split(numbers: Tensor) -> list[Tensor]:
         return [half for p in numbers for half in p.flatten().chunk(2)] if in_parts else [*numbers]
 
-    return _stepped(optimizer, group, list(map(split, _random_numbers(2, 3, 5))), prepare)
+    numbers = list(map(split, _random_numbers(2, 3, 5)))
+    return _stepped(optimizer, group, numbers, alone=in_parts)
 
 
 def _random_numbers(*shape: int) -> Tensor:
@@ -250,20 +245,24 @@ def _stepped(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     numbers: Sequence[Sequence[Tensor]],
-    prepare: Callable[[Optimizer], None] = lambda _: None,
+    alone: bool = False,
 ) -> Tensor:
-    """Return the entries of parameters, the first of ``numbers``, after steps by the others."""
+    """Return the entries of parameters, the first of ``numbers``, after steps by the others.
+
+    Each is stepped by an optimizer of its own if it is ``alone``.
+    """
     values, *gradients = numbers
     parameters = [nn.Parameter(value.clone()) for value in values]
-    trial = trial_copy(optimizer, group, parameters)
-    prepare(trial)
+    together = [[parameter] for parameter in parameters] if alone else [parameters]
+    trials = [trial_copy(optimizer, group, members) for members in together]
     device = parameters[0].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)  # some optimizers add noise
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
-            type(trial).step(trial)
+            for trial in trials:
+                type(trial).step(trial)
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
