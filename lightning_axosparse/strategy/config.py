@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.support.troubleshooting import see
-
-if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
-    from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,8 @@ class Config:
     recompute: int | Literal["sqrt"] | None
     shard_optimizer: bool
     regrid: int | Literal["auto"] | None
-    g_tensor: int
-    tensor_plan: TensorPlan | None
-    g_expert: int
-    experts: str | Sequence[str] | None
+    tensor_parallel: TensorParallel | int
+    expert_parallel: ExpertParallel | int
     timeout: float | timedelta
     restarts: int
 
@@ -70,9 +66,21 @@ class Config:
         return split or self.recompute is not None
 
     @property
+    def tensors(self) -> TensorParallel:
+        """Which weights ranks share."""
+        given = self.tensor_parallel
+        return given if isinstance(given, TensorParallel) else TensorParallel(given)
+
+    @property
+    def experts(self) -> ExpertParallel:
+        """Which experts are spread over ranks."""
+        given = self.expert_parallel
+        return given if isinstance(given, ExpertParallel) else ExpertParallel(given)
+
+    @property
     def shares_layers(self) -> bool:
         """Whether several ranks have each a part of a layer."""
-        return self.g_tensor > 1 or self.g_expert > 1
+        return self.tensors.ranks > 1 or self.experts.ranks > 1
 
     def _check_grid(self) -> None:
         g_inter, balance = self.g_inter, self.balance
@@ -91,16 +99,11 @@ class Config:
             )
 
     def _check_shared_layers(self) -> None:
-        if self.g_expert > 1 and self.experts is None:
-            raise MisconfigurationException(
-                f"g_expert={self.g_expert} ranks have each a part of the experts, but it is not "
-                "said which experts. Give experts='auto' for a Hugging Face module, or the names "
-                "of modules, such as experts='model.layers.*.mlp.experts'." + see("expert-parallel")
-            )
         if not self.shares_layers:
             return
-        name = "g_tensor" if self.g_tensor > 1 else "g_expert"
-        given = f"{name}={getattr(self, name)}"
+        ranks, name = self.tensors.ranks, "tensor_parallel"
+        if ranks == 1:
+            ranks, name = self.experts.ranks, "expert_parallel"
         unsupported = {
             "transport": self.transport == "loopback",
             "balance": self.balance == "time",
@@ -108,7 +111,7 @@ class Config:
         }
         for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(
-                f"{other}={getattr(self, other)!r} does not work with {given}, "
+                f"{other}={getattr(self, other)!r} does not work with {name}={ranks}, "
                 f"which splits weights over several ranks. Leave {other} or {name} out."
                 + see("tensor-parallel")
             )

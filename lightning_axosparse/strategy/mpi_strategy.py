@@ -113,7 +113,7 @@ class MPIStrategy(ParallelStrategy):
 
     def _grid_of(self, rank: int) -> Grid:
         config = self.config
-        shared = {"g_tensor": config.g_tensor, "g_expert": config.g_expert}
+        shared = {"g_tensor": config.tensors.ranks, "g_expert": config.experts.ranks}
         return Grid(self._ranks, config.ranks_per_pipeline, rank, **shared)
 
     @property

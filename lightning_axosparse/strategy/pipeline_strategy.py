@@ -57,7 +57,7 @@ from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
-if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
+if TYPE_CHECKING:  # DTensor, which only runs with tensor parallelism need.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
 
@@ -121,7 +121,7 @@ class PipelineStrategy(MPIStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         """Make what ``configure_model`` makes for this rank's stage alone, as one process would.
 
-        With ``g_tensor`` it is made whole, as torch's plans split layers that exist.
+        With tensor parallelism it is made whole, as torch's plans split layers that exist.
         """
         layers = self._layers
         if self._tensors is not None:
@@ -155,6 +155,7 @@ class PipelineStrategy(MPIStrategy):
             densify(self._module)  # Plans of torch split matrices.
             mesh = self._groups.device_mesh(self.root_device)
             self._tensors = TensorShards(self._module, mesh)
+            self._undo.callback(self._tensors.end)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
@@ -166,7 +167,7 @@ class PipelineStrategy(MPIStrategy):
         self.precision_plugin.convert_module(self._module)
         self._choose_products()
         if self._tensors is not None:
-            self._tensors.parallelize(self.config.tensor_plan)
+            self._tensors.parallelize(self.config.tensors.plan)
         layers, optimizers = self._layers, list[Optimizer]()
         partition = layers.partition()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -179,9 +180,8 @@ class PipelineStrategy(MPIStrategy):
         partition = layers.balanced(partition)
         experts = None
         if self._groups.experts is not None:
-            assert self.config.experts is not None
             groups = self._groups.experts, self._groups.tensor
-            experts = SpreadExperts(self._module, self.config.experts, *groups)
+            experts = SpreadExperts(self._module, self.config.experts.experts, *groups)
         stage_module = StageModule(
             self.config,
             self._module,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -23,6 +23,7 @@ from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import layouts, sparse_parameters
 from lightning_axosparse.sparse.store.materialize import Policy
 from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.support.arguments import (
@@ -41,9 +42,6 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.troubleshooting import see
-
-if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
-    from lightning_axosparse.strategy.tensor_parallel import TensorPlan
 
 PLUGINS = {
     "accelerator": instance_of("a Lightning Accelerator", Accelerator) | NONE,
@@ -119,20 +117,13 @@ class AxoSparseStrategy(PipelineStrategy):
             more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
             as memory allows. Batches and their order stay the same: each new replica trains on a
             part of the batch, and gradients are weighted by samples.
-        g_tensor: ranks of a stage that share its layers: each has a part of every weight that a
-            plan names (tensor parallelism), and all run the same passes in the same order. The
-            number of replicas is ``world_size // (g_inter * g_tensor)``.
-        tensor_plan: which weights they share, and how: "auto" takes the plan of a Hugging Face
-            module; a dict has torch's ``ColwiseParallel``, ``RowwiseParallel`` and the like by
-            names of modules, such as ``{"layers.*.up": ColwiseParallel()}``. None: the module's
-            ``configure_model`` calls ``parallelize_module`` on
-            ``self.device_mesh["tensor_parallel"]``, as for Lightning's ``ModelParallelStrategy``.
-        g_expert: ranks over which the experts of a stage are spread: so many consecutive replicas,
-            which have each a part of the experts, send one another their tokens, and run the same
-            passes in the same order (expert parallelism). It divides the number of replicas.
-        experts: which experts these are: "auto" takes the plan of a Hugging Face module; else the
-            names of modules whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
-            ``top_k_weights``, as a pattern such as ``"model.layers.*.mlp.experts"`` or several.
+        tensor_parallel: ranks of a stage that share its layers; or with a plan,
+            ``TensorParallel(2, {"layers.*.up": ColwiseParallel(), ...})``, which says which weights
+            they share. The number of replicas is then ``world_size // (g_inter * ranks)``. A number
+            alone takes what ``configure_model`` parallelizes, or the plan of a Hugging Face module.
+        expert_parallel: replicas over which the experts of a stage are spread; or with the names of
+            these experts, ``ExpertParallel(2, "model.layers.*.mlp.experts")``. A number alone takes
+            the plan of a Hugging Face module.
         timeout: seconds, or a ``timedelta``, for which a rank waits for others at a time; after
             that every rank that can be reached prints where it is, and the job ends with the names
             of those that do not answer. It should be longer than what one rank may do while others
@@ -167,10 +158,8 @@ class AxoSparseStrategy(PipelineStrategy):
         recompute=COUNT | one_of("sqrt") | NONE,
         shard_optimizer=BOOL,
         regrid=COUNT | one_of("auto") | NONE,
-        g_tensor=COUNT,
-        tensor_plan=one_of("auto") | instance_of("a dict", dict) | NONE,
-        g_expert=COUNT,
-        experts=TEXT | NAMES | NONE,
+        tensor_parallel=COUNT | instance_of("a TensorParallel", TensorParallel),
+        expert_parallel=COUNT | instance_of("an ExpertParallel", ExpertParallel),
     )
     def __init__(
         self,
@@ -187,10 +176,8 @@ class AxoSparseStrategy(PipelineStrategy):
         recompute: int | Literal["sqrt"] | None = None,
         shard_optimizer: bool = False,
         regrid: int | Literal["auto"] | None = None,
-        g_tensor: int = 1,
-        tensor_plan: TensorPlan | None = None,
-        g_expert: int = 1,
-        experts: str | Sequence[str] | None = None,
+        tensor_parallel: TensorParallel | int = 1,
+        expert_parallel: ExpertParallel | int = 1,
         timeout: float | timedelta = timedelta(minutes=30),
         restarts: int = 0,
         **plugins: Any,

@@ -49,11 +49,8 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
         validate_callbacks(callbacks_of(trainer))
     if config.shares_layers:
         validate_whole_weights(config, callbacks_of(trainer))
-    if config.g_tensor > 1:
-        validate_tensor_parallel(config, module)
-    if config.g_expert > 1 and not overrides(module, "configure_model"):
-        assert config.experts is not None
-        expert_layers(module, config.experts, config.g_expert)
+    if not overrides(module, "configure_model"):  # It may make layers, or split them.
+        validate_shared_layers(config, module)
     if config.save_distributed_checkpoint:
         validate_default_checkpoint_io(io)
 
@@ -155,33 +152,29 @@ def validate_layers(partition: Partition) -> None:
 # Weights of which ranks have parts
 
 
-def validate_tensor_parallel(config: Config, module: LightningModule) -> None:
-    """Check that there is a plan."""
-    plan = config.tensor_plan
-    configures = overrides(module, "configure_model")
-    if plan is None and not configures:
-        raise MisconfigurationException(
-            f"g_tensor={config.g_tensor} ranks share layers, but there is no plan. Give the "
-            "strategy a tensor_plan, or call parallelize_module in `configure_model` of "
-            f"{type(module).__name__}, on self.device_mesh['tensor_parallel']."
-            + see("tensor-parallel")
-        )
-    if plan == "auto" and not configures:
+def validate_shared_layers(config: Config, module: LightningModule) -> None:
+    """Check that ranks can share the layers of a module, and its experts, as they are to."""
+    tensors, experts = config.tensors, config.experts
+    if tensors.ranks > 1:
         # Imported here, because it loads DTensor.
-        from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
+        from lightning_axosparse.strategy.tensor_parallel import styles_of
 
-        hugging_face_plan(module)
+        styles_of(module, tensors.plan, tensors.ranks)
+    if experts.ranks > 1:
+        expert_layers(module, experts.experts, experts.ranks)
 
 
 def validate_whole_weights(config: Config, callbacks: Sequence[Callback]) -> None:
     """Check that no callback takes a part of a weight for all of it."""
-    name = "g_tensor" if config.g_tensor > 1 else "g_expert"
+    ranks, name = config.tensors.ranks, "tensor_parallel"
+    if ranks == 1:
+        ranks, name = config.experts.ranks, "expert_parallel"
     for callback in callbacks:
         own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
         own &= not hasattr(callback, "prunes_at_start")
         if own:
             raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}={getattr(config, name)}: it "
+                f"{type(callback).__name__} does not work with {name}={ranks}: it "
                 "would take the part of a weight that a rank has for all of it. Leave one of the "
                 "two out." + see("tensor-parallel")
             )
@@ -265,8 +258,8 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
             )
     given = {
         "shard_optimizer": config.shard_optimizer,
-        "g_tensor": config.g_tensor > 1,
-        "g_expert": config.g_expert > 1,
+        "tensor_parallel": config.tensors.ranks > 1,
+        "expert_parallel": config.experts.ranks > 1,
     }
     for feature in (each for each, is_given in given.items() if is_given):
         validate_one_optimizer(optimizers, feature)
@@ -289,13 +282,13 @@ _REFUSALS = {
         "cannot be divided",
         "shard_optimizer=True gives each replica a part of every parameter",
     ),
-    "g_tensor": (
+    "tensor_parallel": (
         "cannot step parts of weights",
-        "g_tensor gives each rank of a tensor group a part of every weight in the plan",
+        "tensor_parallel gives each rank of a tensor group a part of every weight in the plan",
     ),
-    "g_expert": (
+    "expert_parallel": (
         "cannot step parts of weights",
-        "g_expert gives each rank some of the experts in a parameter",
+        "expert_parallel gives each rank some of the experts in a parameter",
     ),
 }
 """What is said of an optimizer that does not fit to a feature, and what the feature does."""

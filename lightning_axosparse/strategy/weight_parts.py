@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -54,6 +55,12 @@ def hugging_face_plans(
         if isinstance(plan, Mapping) and plan and not path.startswith(planned):
             planned += (f"{path}.",)
             yield path, part, plan
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether each word of a name matches that of a pattern: ``*`` is no more than one."""
+    words, patterns = path.split("."), pattern.split(".")
+    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
 
 
 class SplitParameter:
@@ -248,8 +255,8 @@ class WeightParts:
             divided = division.divided(owned)
             for name in divided.keys() & self.parameters.keys():
                 raise MisconfigurationException(
-                    f"{name!r} belongs to experts that g_expert spreads, but the plan of g_tensor "
-                    "splits it, too. Leave it out of the plan, or the experts out of `experts`."
+                    f"{name!r} belongs to experts that expert_parallel spreads, but the plan of "
+                    "tensor_parallel splits it, too. Leave it out of one of the two."
                     + see("expert-parallel")
                 )
             self.parameters.update(divided)

@@ -167,6 +167,12 @@ def check(
     return plain
 
 
+def check_fields(error: type[Exception], values: Any, **kinds: Kind) -> None:
+    """Validate fields of a frozen dataclass, as :func:`check` does, in its ``__post_init__``."""
+    for name, value in check(error, {name: getattr(values, name) for name in kinds}, kinds).items():
+        object.__setattr__(values, name, value)
+
+
 def shown(value: object) -> str:
     """The value in one line that is short enough for a message."""
     text = " ".join(repr(value).split())

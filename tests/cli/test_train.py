@@ -13,7 +13,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from lightning_axosparse import ExpertParallel, TensorParallel
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import settings_of
@@ -87,6 +89,42 @@ def test_the_main_job_is_the_default():
     assert config.strategy.g_inter == 2
     assert config.data.path is None
     assert 0 < config.pruning.start < config.pruning.end < 1
+
+
+def test_ranks_share_layers_by_overrides():
+    strategy = instantiate(configured("folder=here").strategy).config
+    assert (strategy.tensor_parallel, strategy.expert_parallel) == (
+        TensorParallel(1),
+        ExpertParallel(1),
+    )
+    strategy = instantiate(
+        configured(
+            "folder=here",
+            "strategy.tensor_parallel.ranks=2",
+            "strategy.expert_parallel.ranks=4",
+            "strategy.expert_parallel.experts=layers.*.experts",
+        ).strategy
+    ).config
+    assert strategy.tensor_parallel == TensorParallel(2)
+    assert strategy.expert_parallel == ExpertParallel(4, "layers.*.experts")
+    numbers = configured(
+        "folder=here", "strategy.tensor_parallel=2", "strategy.expert_parallel=2"
+    ).strategy
+    assert instantiate(numbers).config.tensors == TensorParallel(2)
+
+
+def test_a_configuration_file_gives_a_plan():
+    plan = """
+      layers.*.up: {_target_: torch.distributed.tensor.parallel.ColwiseParallel}
+      layers.*.down: {_target_: torch.distributed.tensor.parallel.RowwiseParallel}
+    """
+    config = configured("folder=here", "strategy.tensor_parallel.ranks=2").strategy
+    config.tensor_parallel.plan = OmegaConf.create(plan)
+    plan = instantiate(config).config.tensor_parallel.plan
+    assert {name: type(style) for name, style in plan.items()} == {
+        "layers.*.up": ColwiseParallel,
+        "layers.*.down": RowwiseParallel,
+    }
 
 
 def test_ratio_reaches_the_callback():

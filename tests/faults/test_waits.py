@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from lightning_axosparse import ExpertParallel, TensorParallel
 from lightning_axosparse.strategy.launcher.launcher import RankFailedError
 from tests.faults import jobs
 from tests.ranks import run_command, warm_python
@@ -119,8 +120,9 @@ def test_a_stopped_rank_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFix
 
 TENSOR = {
     "g_inter": 1,
-    "g_tensor": 2,
-    "tensor_plan": {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()},
+    "tensor_parallel": TensorParallel(
+        2, {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
+    ),
 }
 
 
@@ -143,7 +145,7 @@ def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: P
         os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
 
 
-EXPERTS = {"g_inter": 1, "g_expert": 2, "experts": "model.1.experts"}
+EXPERTS = {"g_inter": 1, "expert_parallel": ExpertParallel(2, "model.1.experts")}
 
 
 def test_a_killed_rank_ends_those_whose_tokens_it_computes() -> None:
