@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from lightning_axosparse.cli.plan import MODELS
+from axosparse_commands.arguments import MODELS as SHAPES
 from lightning_axosparse.planning.cost import Cluster, LayerCosts, Storage, Transformer
 from lightning_axosparse.planning.search import Choice, Plan, Workload, evaluate
 from lightning_axosparse.planning.simulate import Wire
+
+MODELS = {name: Transformer(*shape) for name, shape in SHAPES.items()}
 
 # Summit: nodes of six V100 with 16 GB, NVLink.
 PEAK, DEVICES_PER_NODE, MEMORY = 125e12, 6, 16e9

@@ -14,12 +14,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from axosparse_commands.overrides import configuration
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
-    configuration,
     prepare,
     refusing,
     validate_trainer,
@@ -188,7 +188,7 @@ def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
 
 def main() -> None:
     """Run the command."""
-    prepare("axosparse-eval")
+    prepare()
     _main()
 
 

@@ -14,11 +14,11 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
+from axosparse_commands.overrides import configuration
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, load_sparse, save_safetensors
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.cli import evaluate as entry
 from lightning_axosparse.cli.evaluate import evaluate, restored, with_data_of_run
-from lightning_axosparse.cli.train import configuration
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 

@@ -15,11 +15,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from axosparse_commands.overrides import configuration
 from lightning_axosparse import ExpertParallel, TensorParallel
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import settings_of
-from lightning_axosparse.cli.train import RunFolder, configuration, printable, train
+from lightning_axosparse.cli.train import RunFolder, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
 from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
@@ -148,15 +149,6 @@ def test_the_model_has_an_example_to_time_its_layers_on():
     model = instantiate(configured("folder=here").model)
     batch = model.example_input_array
     assert model(batch).shape == (*batch.shape, 256)
-
-
-def test_configuration_lies_in_the_package_or_beside_it(tmp_path, monkeypatch):
-    package = tmp_path / "lightning_axosparse"
-    package.mkdir()
-    monkeypatch.setattr(entry, "__file__", str(package / "cli" / "train.py"))
-    assert configuration() == tmp_path / "conf"
-    (package / "conf").mkdir()
-    assert configuration() == package / "conf"
 
 
 def test_printable_text_moves_no_cursor():

@@ -46,7 +46,6 @@ WITHOUT_LINK = {
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
     # The command line says the rest.
-    ("cli/plan.py", "argparse.ArgumentTypeError("): "argparse adds how the command is used",
     ("cli/sweep.py", "SystemExit(1)"): "the table that was printed",
     # They pass on a message, which has a link if it is one of this package.
     ("cli/__init__.py", "SystemExit(str(error))"): "",
