@@ -29,7 +29,7 @@ from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.launcher.call import note_checkpoint
+from lightning_axosparse.strategy.launcher.restart import note_checkpoint
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
 from lightning_axosparse.support.archive import all_made
