@@ -43,7 +43,7 @@ from lightning_axosparse.support.arguments import (
     FUNCTION,
     NONE,
     PATH,
-    PRUNED,
+    Kind,
     instance_of,
     number,
     one_of,
@@ -53,11 +53,19 @@ from lightning_axosparse.support.troubleshooting import few, see
 _LITTLE = 0.02
 """A weight that keeps a smaller share of its entries is named when the ticket is drawn."""
 
+_CHOSEN = Kind(
+    "a table such as {'embedding': False, '*.head.weight': True}",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) and type(chosen) is bool for key, chosen in value.items())
+    ),
+)
+
 PRUNING = {
     "pruning_ratio": number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
     "score": one_of("auto", *SCORES) | FUNCTION,
     "floor": FRACTION,
-    "which": PRUNED | FUNCTION | NONE,
+    "which": _CHOSEN | FUNCTION | NONE,
     "ticket": instance_of("a Ticket", Ticket) | PATH | NONE,
     "compute": one_of(*COMPUTES, "samo"),
 }

@@ -30,7 +30,15 @@ from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support import archive
-from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
+from lightning_axosparse.support.arguments import (
+    MODULE,
+    NONE,
+    PATH,
+    TEXT,
+    checked,
+    instance_of,
+    list_of,
+)
 from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.troubleshooting import few, see
 
@@ -43,7 +51,7 @@ Skipped = Callable[[str], bool]
     module=MODULE,
     source=PATH | instance_of("a mapping of names to tensors", Mapping),
     ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
-    skip=PATTERNS,
+    skip=list_of("a list of patterns, such as ['head.*']", TEXT),
 )
 def load_sparse(
     module: nn.Module,

@@ -68,8 +68,8 @@ class PipelineStrategy(MPIStrategy):
     :mod:`lightning_axosparse.strategy.states`.
     """
 
-    def __init__(self, config: Config, **plugins: Any) -> None:
-        super().__init__(config, **plugins)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._tensors: TensorShards | None = None
         self._state: AtRest | Running | LeftSharded = AtRest()
         self._keeps_sharded = False

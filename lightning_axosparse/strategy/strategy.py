@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.shard.sharded_module import full_module
@@ -22,35 +17,10 @@ from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import layouts, sparse_parameters
 from lightning_axosparse.sparse.store.materialize import Policy
-from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
+from lightning_axosparse.strategy.config import Config, with_arguments
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
-from lightning_axosparse.support.arguments import (
-    BOOL,
-    COUNT,
-    FUNCTION,
-    INDEX,
-    LAYERS,
-    NAMES,
-    NONE,
-    TEXT,
-    TIMEOUT,
-    check,
-    checked,
-    instance_of,
-    one_of,
-)
 from lightning_axosparse.support.troubleshooting import see
-
-PLUGINS = {
-    "accelerator": instance_of("a Lightning Accelerator", Accelerator) | NONE,
-    "parallel_devices": instance_of("a list of devices", list) | NONE,
-    "cluster_environment": instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
-    "checkpoint_io": instance_of("a CheckpointIO", CheckpointIO) | NONE,
-    "precision_plugin": instance_of("a Precision plugin", Precision) | NONE,
-}
-"""The arguments of Lightning's strategies."""
 
 
 class AxoSparseStrategy(PipelineStrategy):
@@ -131,8 +101,11 @@ class AxoSparseStrategy(PipelineStrategy):
         restarts: how many times at most ``fit`` begins again from the newest whole checkpoint that
             it has saved, or from its start, after a rank was killed, as when memory runs out. Only
             where the call starts the ranks; an exception of your code is never repeated.
-        plugins: those of Lightning's strategies: ``accelerator``, ``parallel_devices``,
-            ``cluster_environment``, ``checkpoint_io`` and ``precision_plugin``.
+        accelerator: as for Lightning's strategies, like the rest.
+        parallel_devices: the devices of the ranks of this node.
+        cluster_environment: says how the cluster works, such as how Slurm requeues jobs.
+        checkpoint_io: writes and reads the files of checkpoints.
+        precision_plugin: the precision, in place of the Trainer's ``precision``.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -141,54 +114,11 @@ class AxoSparseStrategy(PipelineStrategy):
 
     strategy_name = "axosparse"
 
-    @checked(
-        MisconfigurationException,
-        g_inter=COUNT,
-        microbatches=COUNT | NONE,
-        pipeline=TEXT | NAMES | NONE,
-        balance=one_of("parameters", "time") | LAYERS,
-        in_flight=COUNT | NONE,
-        schedule=one_of("message-driven", "1f1b"),
-        transport=one_of("mpi", "loopback"),
-        split_batch=FUNCTION | NONE,
-        loss=one_of("auto", "whole", "parts"),
-        save_distributed_checkpoint=BOOL,
-        timeout=TIMEOUT,
-        restarts=INDEX,
-        recompute=COUNT | one_of("sqrt") | NONE,
-        shard_optimizer=BOOL,
-        regrid=COUNT | one_of("auto") | NONE,
-        tensor_parallel=COUNT | instance_of("a TensorParallel", TensorParallel),
-        expert_parallel=COUNT | instance_of("an ExpertParallel", ExpertParallel),
-    )
-    def __init__(
-        self,
-        g_inter: int = 1,
-        microbatches: int | None = None,
-        pipeline: str | Sequence[str] | None = None,
-        balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
-        in_flight: int | None = None,
-        schedule: Literal["message-driven", "1f1b"] = "message-driven",
-        transport: Literal["mpi", "loopback"] = "mpi",
-        split_batch: Callable[[Any, int], list[Any]] | None = None,
-        loss: Literal["auto", "whole", "parts"] = "auto",
-        save_distributed_checkpoint: bool = False,
-        recompute: int | Literal["sqrt"] | None = None,
-        shard_optimizer: bool = False,
-        regrid: int | Literal["auto"] | None = None,
-        tensor_parallel: TensorParallel | int = 1,
-        expert_parallel: ExpertParallel | int = 1,
-        timeout: float | timedelta = timedelta(minutes=30),
-        restarts: int = 0,
-        **plugins: Any,
-    ) -> None:
-        given = locals()
-        for name in plugins.keys() - PLUGINS.keys():
+    @with_arguments(Config.__init__)
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        for name in arguments.keys() - {field.name for field in fields(Config)}:
             raise TypeError(f"AxoSparseStrategy() has no argument {name!r}." + see("arguments"))
-        check(MisconfigurationException, plugins, PLUGINS)
-        config = Config(**{field.name: given[field.name] for field in fields(Config)})
-        super().__init__(config, **plugins)
-        self.schedule, self.transport = schedule, transport
+        super().__init__(Config(*args, **arguments))
 
     def __repr__(self) -> str:
         """What Fabric, and a Trainer of the other package, show where they refuse the object."""
