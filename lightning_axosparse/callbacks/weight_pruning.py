@@ -137,16 +137,19 @@ class WeightPruning(TicketCallback):
             strategy_of(trainer).use_freed_memory()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ticket, how far the run has come, and the processor."""
-        return {**super().state_dict(), "processor": self._processor}
+        """Return the ticket, how far the run has come, the processor, and what stays dense."""
+        untrained = sorted(self._rule.untrained)
+        return {**super().state_dict(), "processor": self._processor, "untrained": untrained}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self._processor = state.get("processor")
+        self._rule = replace(self._rule, untrained=frozenset(state.get("untrained", ())))
 
     def _masks(self, trainer: Trainer, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
         strategy = strategy_of(trainer)
+        self._leave_untrained(trainer)
         return MaskBits(
             replace(self._rule, ratio=ratio).masks(
                 trainer.lightning_module,
@@ -155,6 +158,21 @@ class WeightPruning(TicketCallback):
                 strategy.inter_group,
                 strategy.stored_weights(),
             )
+        )
+
+    def _leave_untrained(self, trainer: Trainer) -> None:
+        """Leave weights dense that no step has trained on any rank; collective."""
+        strategy, sizes = strategy_of(trainer), self._rule.sizes(trainer.lightning_module)
+        counted = strategy.counted_parameters()
+        mine = [name for name in sizes if name in counted]
+        found = self._rule.without_moments(mine, strategy.stored_weights())
+        untrained = {name for names in all_gather(found, strategy.world_group) for name in names}
+        if not untrained or untrained == sizes.keys():
+            return
+        self._rule = replace(self._rule, untrained=self._rule.untrained | untrained)
+        rank_zero_warn(
+            f"{few(sorted(untrained))}: left dense, because no step has trained it. If a later "
+            "step will, set a later start, or score='magnitude'." + see("pruning")
         )
 
     def _ticket_of(self, trainer: Trainer, masks: MaskBits, ratio: float) -> Ticket:
@@ -178,7 +196,10 @@ class WeightPruning(TicketCallback):
         stages = strategy.parameter_stages()
         self._prune(trainer, ticket)
         strategy.use_freed_memory()
-        rank_zero_info(f"Ticket drawn: {ticket}")
+        rank_zero_info(
+            f"Ticket drawn after {ticket.step} steps: {ticket.sparsity:.1%} of the "
+            f"{ticket.counts[1]:,} entries of {len(ticket.masks)} weights are pruned."
+        )
         self._warn_of_emptied(ticket)
         self._warn_of_imbalance(ticket, stages)
 

@@ -262,12 +262,14 @@ class MaskRule:
         score: as for ``GradualPruning``.
         floor: as for ``GradualPruning``.
         which: the parameters to prune (:func:`lightning_axosparse.pruning.rule.prunable`).
+        untrained: names of such as stay dense, because no step trains them.
     """
 
     ratio: float
     score: str | Score = "auto"
     floor: float = 0.0
     which: Which | None = None
+    untrained: frozenset[str] = frozenset()
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
         """Return the weights that are pruned, with their shapes.
@@ -275,7 +277,8 @@ class MaskRule:
         Raises:
             ValueError: if there are none.
         """
-        sizes = prunable(module, self.which)
+        chosen = prunable(module, self.which)
+        sizes = {name: size for name, size in chosen.items() if name not in self.untrained}
         if not sizes:
             raise ValueError(
                 f"There is nothing to prune: which={self.which} leaves all dense." + see("pruning")
@@ -340,6 +343,17 @@ class MaskRule:
                 # Floors that fall are rounded, and may ask for one entry more than before.
                 masks[name] &= layout.mask()
         return masks
+
+    def without_moments(self, names: Collection[str], stored: Callable[[str], Stored]) -> list[str]:
+        """Return the weights of this rank that the score needs a second moment of, in vain."""
+        if self.score != "saliency":
+            return []
+        weights = ((name, stored(name)) for name in names)
+        return [
+            name
+            for name, (values, state, _) in weights
+            if _second_moment(values.shape, state) is None
+        ]
 
     @property
     def score_name(self) -> str:
