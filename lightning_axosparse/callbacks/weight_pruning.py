@@ -32,7 +32,7 @@ from lightning_axosparse.sparse.backend import (
 )
 from lightning_axosparse.sparse.cpu.products import max_density
 from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
-from lightning_axosparse.sparse.store.materialize import Policy, best_policy
+from lightning_axosparse.sparse.store.materialize import copy_pays
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
@@ -67,7 +67,7 @@ PRUNING = {
     "floor": FRACTION,
     "which": _CHOSEN | FUNCTION | NONE,
     "ticket": instance_of("a Ticket", Ticket) | PATH | NONE,
-    "compute": one_of(*COMPUTES, "samo"),
+    "compute": one_of(*COMPUTES),
 }
 """The kinds of the arguments of :class:`WeightPruning`."""
 
@@ -93,7 +93,7 @@ class WeightPruning(TicketCallback):
         floor: float,
         which: Which | None,
         ticket: Ticket | str | os.PathLike[str] | None,
-        compute: Compute | Literal["samo"],
+        compute: Compute,
     ) -> None:
         super().__init__(ticket)
         self.pruning_ratio, self.compute = pruning_ratio, compute
@@ -207,18 +207,17 @@ class WeightPruning(TicketCallback):
         strategy = strategy_of(trainer)
         mine = most_cautious(filter(None, (this_processor(), self._processor)))
         self._processor = most_cautious(all_gather(mine, strategy.world_group))
-        backend = Backend("auto" if self.compute == "samo" else self.compute, self._processor)
-        policy = self._policy(trainer, ticket, backend)
-        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, backend)
+        backend = Backend(self.compute, self._processor)
+        if self.compute == "auto" and self._copy_pays(trainer, ticket, backend):
+            backend = Backend("samo", self._processor)
+        strategy.sparsify(ticket.part(strategy.held_parameters()), backend)
 
-    def _policy(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> Policy:
-        if self.compute != "auto":
-            return "samo" if self.compute == "samo" else "sparse"
+    def _copy_pays(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> bool:
         strategy = strategy_of(trainer)
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
         keeps_few = 1 - ticket.sparsity <= min(max_density(backend, torch.bfloat16).values())
-        return best_policy(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
+        return copy_pays(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
 
     def _warn_of_emptied(self, ticket: Ticket) -> None:
         share = min(_LITTLE, 1 - ticket.sparsity)

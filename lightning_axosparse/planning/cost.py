@@ -16,10 +16,10 @@ class Storage:
 
     At a density f of the weights and with an index of i bytes per unpruned weight, they are
 
-    | policy | float32 | bf16-mixed, 16-mixed | bf16-true |
+    | compute | float32 | bf16-mixed, 16-mixed | bf16-true |
     | --- | --: | --: | --: |
-    | dense, Adam | 16 | 16 | 8 |
-    | sparse | (16 + i) f | (16 + i) f | (16 + i) f |
+    | dense weights, Adam | 16 | 16 | 8 |
+    | all but samo | (16 + i) f | (16 + i) f | (16 + i) f |
     | samo | (16 + i) f + 4 | (16 + i) f + 2 | (16 + i) f + 2 |
 
     where 16 is a float32 master value, its gradient and the two moments of Adam. SAMO's own figure
@@ -63,8 +63,8 @@ DENSE = Storage(per_weight=0, per_unpruned=16, gradient=4, optimizer=8)
 """Float32 weights with their gradients and the two moments of Adam."""
 
 SPARSE = replace(DENSE, per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_unpruned=16 + 1)
-"""Policy "sparse" in the index format "segments": one byte of index per unpruned weight, two
-per segment."""
+"""Unpruned values in the index format "segments": one byte of index per unpruned weight, two per
+segment."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import layouts, sparse_parameters
-from lightning_axosparse.sparse.store.materialize import Policy
 from lightning_axosparse.strategy.config import Config, with_arguments
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
@@ -234,27 +233,21 @@ class AxoSparseStrategy(PipelineStrategy):
         """The stages that keep each parameter of the whole model, by name."""
         return dict(self._state.stage_module.sharding.holders)
 
-    def sparsify(
-        self,
-        masks: Mapping[str, Tensor],
-        policy: Policy = "sparse",
-        backend: Backend = AUTO,
-    ) -> None:
+    def sparsify(self, masks: Mapping[str, Tensor], backend: Backend = AUTO) -> None:
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
         Args:
             masks: name of a parameter of this rank -> bool tensor of its whole shape, True where
                 an entry is kept. Read one at a time.
-            policy: as for :func:`lightning_axosparse.sparsify`.
             backend: how their products run, the same on all ranks.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         for part in self._state.run.with_whole_state(masks):
-            sparsify(self._module, part, optimizer, policy=policy, compute=backend.compute)
+            sparsify(self._module, part, optimizer, compute=backend.compute)
         stored = sparse_parameters(self._module).values()
         for entry in stored:
             assert entry.form is not None
-            entry.form.backend = backend
+            entry.form.compute_by(backend)
         if optimizer is not None:
             restore_masters(optimizer, stored)
 

@@ -117,8 +117,8 @@ class SplitParameter:
         if layout is not None:
             assert form is not None
             for owner, attribute in self.entry.owners:
-                made = DenseForm(form.dtype, backend=form.backend)
-                made.policy = form.policy
+                made = DenseForm(form.dtype)
+                made.compute_by(form.backend)
                 make_sparse(owner, attribute, layout, made)
 
     def joining(self) -> tuple[Layout | None, Callable[[Tensor], Tensor]]:

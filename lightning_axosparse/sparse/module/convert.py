@@ -33,7 +33,7 @@ from lightning_axosparse.sparse.module.sparse_module import (
 from lightning_axosparse.sparse.ops import convolution, embedding
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
-from lightning_axosparse.sparse.store.materialize import POLICIES, DenseForm, Policy, master_dtype
+from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
     MASKS,
@@ -54,7 +54,6 @@ from lightning_axosparse.support.troubleshooting import see
     masks=MASKS,
     optimizer=OPTIMIZER | NONE,
     index_format=one_of(*FORMATS) | NONE,
-    policy=one_of(*POLICIES),
     compute=one_of(*COMPUTES),
 )
 def sparsify(
@@ -62,7 +61,6 @@ def sparsify(
     masks: Mapping[str, Tensor],
     optimizer: Optimizer | None = None,
     index_format: str | None = None,
-    policy: Policy = "sparse",
     compute: Compute = "auto",
 ) -> None:
     """Store only the unpruned values of the named parameters of ``module``, in place.
@@ -85,30 +83,23 @@ def sparsify(
             compressed.
         index_format: how the positions of unpruned entries are stored: "segments" or "bitmap"
             (``sparse/store/formats.py``); None selects the fastest on the parameter's device.
-        policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
-            memory, in the dtype that products run in, and is filled once per optimizer step. With
-            both, the unpruned values of a weight of less than 32 bits are float32.
-        compute: how linear layers and, in float32, convolutions run on CPU, with the policy
-            "sparse" and the index format "segments": "sparse": with the unpruned values; "dense":
-            with a dense weight, materialized in parts at every use; "auto": as is faster for the
-            density and, in 16 bits, on this processor (``sparse/cpu/products.py``,
-            ``sparse/ops/convolution.py``). Sums run in another order than in dense products, so
-            results differ in their last bits. In 16 bits products with the unpruned values run in
-            float32, and are rounded.
+        compute: how linear layers and, in float32, convolutions run. On CPU, with the index format
+            "segments": "sparse": with the unpruned values; "dense": with a dense weight,
+            materialized in parts at every use; "auto": as is faster for the density and, in 16
+            bits, on this processor (``sparse/cpu/products.py``, ``sparse/ops/convolution.py``).
+            Everywhere "samo": with a dense copy that stays in memory, in the dtype that products
+            run in, and is filled once per optimizer step. Sums run in another order than in dense
+            products, so results differ in their last bits. In 16 bits products with the unpruned
+            values run in float32, and are rounded. The unpruned values of a weight of less than 32
+            bits are float32.
 
     Raises:
-        ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo", a
-            policy, an index format, name, shape or dtype that does not fit, a parameter or a mask
-            on the meta device, a mask that keeps entries that are pruned already, and optimizer
-            state that is not elementwise. Nothing has changed then.
+        ValueError: for an argument of another type, an index format, name, shape or dtype that does
+            not fit, a parameter or a mask on the meta device, a mask that keeps entries that are
+            pruned already, and optimizer state that is not elementwise. Nothing has changed then.
         MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
             of its entries. Nothing has changed then, either.
     """
-    if compute == "sparse" and policy == "samo":
-        raise ValueError(
-            'policy="samo" keeps a dense copy of each weight for its products; got '
-            'compute="sparse". Choose policy="sparse", or compute="auto".' + see("sparse-storage")
-        )
     owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
     layouts: dict[int, tuple[OwnedParameter, Layout]] = {}
@@ -137,7 +128,7 @@ def sparsify(
         elif entry.layout.nnz > layout.nnz:
             _prune_further(entry, layout, optimizer)
         assert entry.form is not None
-        entry.form.policy, entry.form.backend = policy, Backend(compute)
+        entry.form.compute_by(Backend(compute))
     renew_reducers(module)
     load_loops_of(module)
     release_freed_memory()
@@ -270,7 +261,7 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     """Yield the functions that load the loops that a sparse parameter needs."""
     assert entry.stored is not None
     layout, form = entry.stored
-    if form.policy == "samo":
+    if form.copy is not None:
         return
     choice = form.backend, entry.parameter.new_empty(0, dtype=form.dtype)
     owners = [owner for owner, _ in entry.owners]

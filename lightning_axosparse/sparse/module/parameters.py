@@ -221,7 +221,7 @@ class StateBytes:
 
     Attributes:
         weights: the parameters.
-        resident: the dense copies of sparsely stored weights (policy "samo").
+        resident: the dense copies of sparsely stored weights (``compute="samo"``).
         indices: the positions of unpruned entries.
         gradients: the gradients.
         optimizer: the optimizer state.

@@ -184,7 +184,7 @@ def should_run(layout: Layout, backend: Backend, operand: Tensor) -> TypeGuard[S
     """
     if operand.dtype != torch.float32 or not can_read(layout, operand):
         return False
-    if backend.compute != "auto":
+    if backend.compute in ("dense", "sparse"):
         return backend.compute == "sparse"
     return backend.processor != "unmeasured" and layout.nnz <= MAX_DENSITY * layout.shape.numel()
 

@@ -27,7 +27,7 @@ Each of the three products of a path runs in the first of these ways that fits (
 =============  ============================================  =====================================
 way            when                                          how
 =============  ============================================  =====================================
-resident copy  there is one of this dtype (policy "samo")    torch's product with the copy
+resident copy  there is one of this dtype (of "samo")         torch's product with the copy
 values         on CPU in up to 32 bits, with                 compiled loops over the unpruned
                ``compute="sparse"`` or, with "auto", if the  values, in float32
                density is so low that this is faster
@@ -36,9 +36,9 @@ panels         otherwise                                     torch's product wit
                                                              weight, materialized in turn
 =============  ============================================  =====================================
 
-Which way runs follows from the dtype, the device, the density, whether there is a single token, the
-policy, ``compute`` and the kind of processor on which the ranks of a run agree and which its
-checkpoints store (``backend``): it is the same on all ranks, and in a resumed run.
+Which way runs follows from the dtype, the device, the density, whether there is a single token,
+``compute`` and the kind of processor on which the ranks of a run agree and which its checkpoints
+store (``backend``): it is the same on all ranks, and in a resumed run.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Defines the dense form of a sparse weight, and fills the resident copy of policy "samo".
+"""Defines the dense form of a sparse weight, and fills the resident copy of "samo".
 
-With the policy "samo" (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
-dtype that products run in, and is filled once per optimizer step. With the policy "sparse" an
-operator multiplies by the unpruned values, or by a dense weight that is materialized, in parts, at
-every use. In graphs of torch.compile it is dense, and the backward pass materializes it again.
+With ``compute="samo"`` (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
+dtype that products run in, and is filled once per optimizer step. Else an operator multiplies by
+the unpruned values, or by a dense weight that is materialized, in parts, at every use. In graphs of
+torch.compile it is dense, and the backward pass materializes it again.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,9 @@ from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.torch_internals import version_of
 
-Policy = Literal["sparse", "samo"]
-POLICIES: tuple[str, ...] = get_args(Policy)
 
-
-def best_policy(sixteen_bit: bool, passes: int, sparse_products: bool) -> Policy:
-    """Return the policy that ``benchmarks/overhead`` recommends.
+def copy_pays(sixteen_bit: bool, passes: int, sparse_products: bool) -> bool:
+    """Return whether a resident dense copy saves more than it takes (``benchmarks/overhead``).
 
     A resident copy saves the time to materialize the weight in every forward and backward pass
     after the first. In float32 that time is short and the copy takes 4 bytes per weight; in 16 bits
@@ -36,7 +33,7 @@ def best_policy(sixteen_bit: bool, passes: int, sparse_products: bool) -> Policy
         passes: forward and backward passes (micro-batches) per optimizer step.
         sparse_products: whether products run on the unpruned values.
     """
-    return "samo" if sixteen_bit and passes > 1 and not sparse_products else "sparse"
+    return sixteen_bit and passes > 1 and not sparse_products
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -63,7 +60,7 @@ class DenseForm:
 
     Attributes:
         dtype: dtype of the dense-shaped weight. The unpruned values have this or a wider one.
-        copy: the dense copy that stays in memory; None with the policy "sparse".
+        copy: the dense copy that stays in memory; None without ``compute="samo"``.
         backend: whether products use the unpruned values, a dense weight, or the faster of these.
     """
 
@@ -71,15 +68,12 @@ class DenseForm:
     copy: DenseCopy | None = None
     backend: Backend = AUTO
 
-    @property
-    def policy(self) -> Policy:
-        """The policy: whether a dense copy stays in memory."""
-        return "sparse" if self.copy is None else "samo"
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        if policy != self.policy:
-            self.copy = DenseCopy() if policy == "samo" else None
+    def compute_by(self, backend: Backend) -> None:
+        """Set how products run, and keep a dense copy if they use one."""
+        self.backend = backend
+        keeps_copy = backend.compute == "samo"
+        if keeps_copy != (self.copy is not None):
+            self.copy = DenseCopy() if keeps_copy else None
 
     def move(self, dtype: torch.dtype) -> None:
         """Change the weight's dtype; the values may have moved to another device."""

@@ -191,7 +191,7 @@ def test_a_conversion_loads_the_loops(density, loaded):
     ("layer", "options"),
     [
         (nn.Linear(96, 130), {"compute": "dense"}),
-        (nn.Linear(96, 130), {"policy": "samo"}),
+        (nn.Linear(96, 130), {"compute": "samo"}),
         (nn.Linear(96, 130, dtype=torch.float64), {}),
     ],
 )
@@ -382,14 +382,6 @@ def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch)
         F.linear(inputs, layer.weight.float().bfloat16())
     ran = {None: processor != "matrix", "matrix": False, "float32": True}
     assert len(calls) == 2 * sum(ran.values())
-
-
-def test_a_choice_that_contradicts_the_policy_is_refused():
-    layer = nn.Linear(96, 130)
-    with pytest.raises(ValueError, match=r'policy="samo" keeps a dense copy.*compute="sparse"'):
-        sparsify(layer, random_masks(layer), policy="samo", compute="sparse")
-    assert layer.weight.shape == (130, 96)
-    assert layer.weight.is_leaf
 
 
 def test_an_unknown_choice_is_refused():

@@ -227,9 +227,9 @@ def test_another_mask_raises(model, masks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", ["sparse", "samo"])
+@pytest.mark.parametrize("compute", ["auto", "samo"])
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
-def test_fewer_of_the_kept_entries_may_be_kept(make, policy, dtype):
+def test_fewer_of_the_kept_entries_may_be_kept(make, compute, dtype):
     torch.manual_seed(0)
     model = Tied().to(dtype)
     once = copy.deepcopy(model)
@@ -243,16 +243,16 @@ def test_fewer_of_the_kept_entries_may_be_kept(make, policy, dtype):
 
     optimizers = [make(net.parameters(), 0.1) for net in (model, once)]
     for net, optimizer in zip((model, once), optimizers, strict=True):
-        sparsify(net, first, optimizer, policy=policy)
+        sparsify(net, first, optimizer, compute=compute)
         step(net, optimizer)
-    sparsify(model, fewer, optimizers[0], policy=policy)
+    sparsify(model, fewer, optimizers[0], compute=compute)
     [count] = {int(mask.sum()) for mask in fewer.values()}
     weight = dict(model.named_parameters())["embedding.weight"]
     assert weight.shape == weight.grad.shape == (count,)
     assert all(value.shape in ((), (count,)) for value in optimizers[0].state[weight].values())
     # As if they had been pruned from what the first mask had made of them.
     densify(once, optimizers[1])
-    sparsify(once, fewer, optimizers[1], policy=policy)
+    sparsify(once, fewer, optimizers[1], compute=compute)
     for _ in range(3 if dtype is torch.float32 else 1):  # to be dense rounds master weights
         assert torch.equal(model.embedding.weight.dense(), once.embedding.weight.dense())
         for net, optimizer in zip((model, once), optimizers, strict=True):

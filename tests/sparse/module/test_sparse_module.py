@@ -10,15 +10,15 @@ from torch.nn.utils import fusion, parametrizations, prune, vector_to_parameters
 
 from lightning_axosparse import densify, sparsify
 from tests.sparse.masking import random_masks, sparse_and_dense
-from tests.sparse.store.test_materialize import network, policies
+from tests.sparse.store.test_materialize import network, with_and_without_copy
 
 INPUTS = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
 
 
-@policies
-def test_a_replaced_parameter_is_dense(policy):
+@with_and_without_copy
+def test_a_replaced_parameter_is_dense(compute):
     model = network()
-    sparsify(model, random_masks(model), policy=policy)
+    sparsify(model, random_masks(model), compute=compute)
     model[0].weight = nn.Parameter(torch.ones(32, 16))
     assert isinstance(model[0].weight, nn.Parameter)
     assert torch.equal(model.state_dict()["0.weight"], torch.ones(32, 16))
@@ -71,10 +71,10 @@ def test_what_needs_a_dense_parameter_raises_and_changes_nothing(replace):
     assert torch.equal(model(INPUTS), before)
 
 
-@policies
-def test_shapes_on_the_meta_device_and_no_way_back(policy):
+@with_and_without_copy
+def test_shapes_on_the_meta_device_and_no_way_back(compute):
     model = network()
-    sparsify(model, random_masks(model), policy=policy)
+    sparsify(model, random_masks(model), compute=compute)
     model(INPUTS)
     model.to("meta")
     output = model(INPUTS.to("meta"))
@@ -84,12 +84,12 @@ def test_shapes_on_the_meta_device_and_no_way_back(policy):
         model.to_empty(device="cpu")
 
 
-@policies
-def test_made_loaded_and_used_in_inference_mode(policy):
+@with_and_without_copy
+def test_made_loaded_and_used_in_inference_mode(compute):
     with torch.inference_mode():
         model = network()
         masks = random_masks(model)
-        sparsify(model, masks, policy=policy)
+        sparsify(model, masks, compute=compute)
         model(INPUTS)
         model.load_state_dict({name: 2 * v for name, v in network().state_dict().items()})
         model[2].weight.mul_(3)
@@ -102,10 +102,10 @@ def test_made_loaded_and_used_in_inference_mode(policy):
         torch.testing.assert_close(model(INPUTS), dense(INPUTS))
 
 
-@policies
-def test_other_data_for_the_parameters(policy):
+@with_and_without_copy
+def test_other_data_for_the_parameters(compute):
     model = network()
-    sparsify(model, random_masks(model), policy=policy)
+    sparsify(model, random_masks(model), compute=compute)
     model(INPUTS)
     vector_to_parameters(torch.ones(sum(p.numel() for p in model.parameters())), model.parameters())
     found = model(INPUTS)

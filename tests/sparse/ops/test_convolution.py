@@ -138,7 +138,7 @@ def test_the_choice_is_the_callers(reads, monkeypatch):
 def test_a_resident_copy_is_used(monkeypatch):
     monkeypatch.setattr(convolution, "forward", None)
     layer = nn.Conv2d(16, 24, 3)
-    sparsify(layer, random_masks(layer, 0.2), policy="samo")
+    sparsify(layer, random_masks(layer, 0.2), compute="samo")
     layer(torch.randn(2, 16, 12, 12))
 
 
