@@ -41,6 +41,9 @@ class SparseModule(nn.Module):
     _dense_class: type[nn.Module]
     _stored: dict[str, SparseStorage]
 
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do not call that of the module's class: no new kind of module is defined."""
+
     def __setattr__(self, name: str, value: Any) -> None:
         stored = vars(self).get("_stored", {}).get(name)
         if isinstance(value, SparseWeight) and value.parameter is self._parameters.get(name, self):
@@ -273,7 +276,25 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     body["_dense_class"] = dense_class
     body["__module__"] = dense_class.__module__
     body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
-    return type(f"Sparse{dense_class.__name__}", (mixin, dense_class), body)
+    kind = _before(mixin, dense_class)
+    made: type[SparseModule] = kind(f"Sparse{dense_class.__name__}", (dense_class,), body)
+    return made
+
+
+def _before(mixin: type[SparseModule], dense_class: type[nn.Module]) -> Any:
+    """Return a metaclass that puts a mixin before the only base of the class that it makes.
+
+    An object can get the new class only if its memory has the layout of the old one. It has where
+    the old one is the first base; a mixin before an abstract class would give it another.
+    """
+
+    def mro(made: type) -> list[type]:
+        order = type.mro(made)
+        if dense_class not in made.__bases__:  # A subclass, such as parametrizations make.
+            return order
+        return [made, *(each for each in mixin.__mro__ if each not in order), *order[1:]]
+
+    return type(f"Sparse{type(dense_class).__name__}", (type(dense_class),), {"mro": mro})
 
 
 _Compute = Callable[[Any, Tensor, Tensor, Layout, DenseForm], Tensor | None]
