@@ -141,6 +141,15 @@ class ChannelTicket(TicketFile):
 
     channels: Channels = field(kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {name: shape.numel() for name, shape in self.packed.shapes.items()}
+        if not self.channels.fit(sizes):
+            raise ValueError(
+                "channels do not fit the masks: each mask has as many entries as a scale has "
+                "channels, and layers name these scales." + see("channels")
+            )
+
     @classmethod
     @checked(ValueError, module=MODULE, pruning_ratio=RATIO, floor=FRACTION, network=TEXT | NONE)
     def largest(

@@ -129,6 +129,18 @@ class Channels:
         lines += [f"Whole: {few(layers)}, because {why}." for why, layers in by_reason.items()]
         return "\n".join(lines)
 
+    def fit(self, sizes: Mapping[str, int]) -> bool:
+        """Whether these are channels of scales of such sizes; False for contents of any types."""
+        tables = (self.scales, self.outputs, self.inputs, self.whole)
+        if not all(isinstance(table, Mapping) for table in tables) or self.scales != sizes:
+            return False
+        segments = [segment for each in self.inputs.values() for segment in each]
+        named = [*self.outputs.values(), *(s.scale for s in segments if s.scale is not None)]
+        if not all(isinstance(name, str) and name in sizes for name in named):
+            return False
+        counts = [(s.entries, 1 if s.scale is None else sizes[s.scale]) for s in segments]
+        return all(type(entries) is int and entries % size == 0 for entries, size in counts)
+
     def output_masks(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return layer -> bool tensor, False for each output that these masks prune."""
         return {layer: masks[scale] for layer, scale in self.outputs.items()}

@@ -31,7 +31,7 @@ from lightning_axosparse.support.arguments import (
     checked,
     one_of,
 )
-from lightning_axosparse.support.files import CorruptFileError, reading
+from lightning_axosparse.support.files import CorruptFileError, reading, restoring
 from lightning_axosparse.support.troubleshooting import few, see
 
 
@@ -117,12 +117,13 @@ class TicketFile:
         Raises:
             CorruptFileError: if the state is not as it was written, or is of another version.
         """
-        if state["format"] != cls.form:
-            raise CorruptFileError(
-                f"it is a {state['format']}, but this version of lightning_axosparse reads "
-                f"{cls.form}"
-            )
-        return cls._from_record({key: state[key] for key in state if key != "format"})
+        with restoring(f"a {cls.kind}"):
+            if state["format"] != cls.form:
+                raise CorruptFileError(
+                    f"it is a {state['format']}, but this version of lightning_axosparse reads "
+                    f"{cls.form}"
+                )
+            return cls._from_record({key: state[key] for key in state if key != "format"})
 
     @classmethod
     def _from_record(cls, fields: dict[str, Any]) -> Self:

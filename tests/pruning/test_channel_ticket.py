@@ -275,3 +275,38 @@ def test_a_file_without_a_ticket_is_refused(tmp_path: Path) -> None:
     state = ChannelTicket.largest(made("vgg"), 0.5).state_dict()
     with pytest.raises(CorruptFileError, match="ChannelTicket/0"):
         ChannelTicket.from_state_dict({**state, "format": "lightning_axosparse.ChannelTicket/0"})
+
+
+ODD = {
+    "no table": lambda state: state.update(channels=3),
+    "a table too few": lambda state: state["channels"].pop("outputs"),
+    "a table too many": lambda state: state["channels"].update(more={}),
+    "no scales": lambda state: state["channels"].update(scales=["features.1"]),
+    "another scale": lambda state: state["channels"]["scales"].update(other=4),
+    "a size that is a text": lambda state: state["channels"]["scales"].update({SCALE: "8"}),
+    "no name of a scale": lambda state: state["channels"]["outputs"].update(features=[1]),
+    "outputs of nothing": lambda state: state["channels"]["outputs"].update(features="nothing"),
+    "inputs that are a number": lambda state: state["channels"]["inputs"].update(features=3),
+    "a segment that is a text": lambda state: state["channels"]["inputs"].update(features=["a"]),
+    "a segment of nothing": lambda state: state["channels"]["inputs"].update(
+        features=[{"scale": "nothing", "entries": 8}]
+    ),
+    "a segment of half": lambda state: state["channels"]["inputs"].update(
+        features=[{"scale": SCALE, "entries": 8.5}]
+    ),
+    "a segment of too few": lambda state: state["channels"]["inputs"].update(
+        features=[{"scale": SCALE, "entries": 1}]
+    ),
+    "reasons that are a text": lambda state: state["channels"].update(whole="because"),
+    "no masks": lambda state: state.update(masks=None),
+    "no format": lambda state: state.pop("format"),
+}
+SCALE = next(iter(ChannelTicket.largest(made("vgg"), 0.5).channels.scales))
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_contents_are_refused_in_words(odd: str) -> None:
+    state = copy.deepcopy(ChannelTicket.largest(made("vgg"), 0.5).state_dict())
+    ODD[odd](state)
+    with pytest.raises(ValueError, match=r"See .*troubleshooting"):
+        ChannelTicket.from_state_dict(state)
