@@ -123,10 +123,5 @@ class EarlyBirdTicket(WeightPruning):
             )
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if state.get("pruned") is not None:
-            raise MisconfigurationException(
-                "The checkpoint is of a run that was pruning gradually. Resume it with "
-                "GradualPruning." + see("tickets")
-            )
         super()._restore(state)
         self.search.load_state(state)

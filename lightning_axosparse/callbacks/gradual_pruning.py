@@ -143,14 +143,6 @@ class GradualPruning(WeightPruning):
         pruned = None if self._pruned is None else self._pruned.state_dict()
         return {**super().state_dict(), "pruned": pruned}
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Take the state of an older run, in which ``EarlyBirdTicket`` pruned gradually."""
-        states = checkpoint["callbacks"]
-        if "EarlyBirdTicket" in states:
-            states.setdefault(self.state_key, states["EarlyBirdTicket"])
-
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         pruned = None if self.ticket is not None else state.get("pruned")

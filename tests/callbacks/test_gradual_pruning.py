@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
-from lightning_axosparse import EarlyBirdTicket, GradualPruning
+from lightning_axosparse import GradualPruning
 from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse.module.parameters import layouts
 from tests.callbacks.small import (
@@ -91,20 +91,6 @@ def test_a_resumed_run_draws_the_same_ticket(saved_at, tmp_path):
     assert resumed.ticket == whole.ticket
     for name, tensor in expected.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
-
-
-def test_a_checkpoint_of_the_callback_that_had_both_methods_is_resumed(tmp_path):
-    whole, resumed = GradualPruning(0.6, 3, 9, 2), GradualPruning(0.6, 3, 9, 2)
-    path = tmp_path / "a.ckpt"
-    fit(whole, 3, callbacks=[SavedAfterStep(6, path)], same_batches=True)
-    checkpoint = torch.load(path, weights_only=True)
-    states = checkpoint["callbacks"]
-    states["EarlyBirdTicket"] = {**states.pop("GradualPruning"), "distances": {}, "window": []}
-    torch.save(checkpoint, path)
-    fit(resumed, 3, ckpt_path=path, same_batches=True)
-    assert resumed.ticket == whole.ticket
-    with pytest.raises(MisconfigurationException, match="Resume it with GradualPruning"):
-        fit(EarlyBirdTicket(0.6), 3, ckpt_path=path)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ WITHOUT_LINK = {
     # They pass on a message, which has a link if it is one of this package.
     ("cli/__init__.py", "SystemExit(str(error))"): "",
     ("callbacks/ticket_callback.py", "MisconfigurationException(str(error))"): "",
-    ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
+    ("pruning/selection.py", "ValueError('\\n'.join(messages))"): "",
     ("strategy/launcher/launcher.py", "error"): "",
     ("strategy/step/learning.py", "self.warn(text)"): "",
     ("strategy/step/learning.py", "rank_zero_warn(text)"): "",
