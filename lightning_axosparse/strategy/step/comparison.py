@@ -238,7 +238,7 @@ class Comparison:
                 logged, effects.parts = effects.parts[0], []
                 expected = _gradients(loss, joined.tensors)
                 for part, message in zip(step.microbatches, messages, strict=True):
-                    with effects.of_part(tracker.of_tensor):
+                    with effects.of_part(tracker.note_of):
                         output = end.rehearse(part, message, [tracker], followed=followed)
                     followed.add(output, part)
                     has_others |= effects.part_has_others(output)
