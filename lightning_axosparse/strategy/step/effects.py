@@ -76,7 +76,7 @@ class StepEffects:
 
     def begin_batch(self) -> None:
         """Note the state from which every run of the step begins."""
-        self._state.note()
+        self._state.capture()
         self.log.calls, self.parts = [], []
 
     @property
