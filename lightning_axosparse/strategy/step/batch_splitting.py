@@ -22,7 +22,7 @@ from lightning_axosparse.pipeline.batch_layout import (
     collated,
     inferred,
     is_array,
-    spelled,
+    path_text,
 )
 from lightning_axosparse.pipeline.microbatch import (
     MicroBatch,
@@ -208,7 +208,7 @@ class _LoaderBatches:
         if self._inferred is None:
             return []
         return [
-            f"{spelled(path)} {tuple(leaf.shape) if is_array(leaf) else f'({len(leaf)},)'}"
+            f"{path_text(path)} {tuple(leaf.shape) if is_array(leaf) else f'({len(leaf)},)'}"
             for path, leaf in self._inferred.leaves(batch)
         ]
 
@@ -225,7 +225,7 @@ class _LoaderBatches:
             return
         self._logged = True
         rank_zero_info(f"Micro-batches of {self.name} batches: {layout}.")
-        names = ", ".join(spelled(path) for path in layout.objects)
+        names = ", ".join(path_text(path) for path in layout.objects)
         if layout.objects and not layout.dims:
             kind = f"a {type(batch).__module__}.{type(batch).__name__}"
             what = kind if layout.objects == ((),) else f"nothing but {names} of unknown kind"
