@@ -74,13 +74,13 @@ class FollowedLosses:
         self._wholes = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._has_numbers = len(self._wholes) < len(leaves)
 
-    def begin_batch(self, given: Any, part: MicroBatch, received: Activation) -> None:
+    def begin_run(self, batch_part: Any, part: MicroBatch, received: Activation) -> None:
         """Begin a run on a micro-batch; ``received`` is the activation of the previous stage."""
         self._tracker.begin(part.size, self._batch.numbers.get(self._stage))
         for _, value in keyed_values(received):
             if isinstance(value, Tensor):
                 self._tracker.add(value, self._by_shape(value))
-        for whole, own in zip(self._wholes, object_leaves(given, Tensor), strict=False):
+        for whole, own in zip(self._wholes, object_leaves(batch_part, Tensor), strict=False):
             if own.shape == whole.shape and len(self._batch.microbatches) > 1:
                 is_alike = own.dim() > 0 or torch.equal(whole, own)
                 self._tracker.add(own, "alike" if is_alike else None)
@@ -175,8 +175,8 @@ class PartedStageStep(TrainingStageStep):
             self.activations.append(relink(visit.sent_here)[1].content)
         return Activation()
 
-    def _given(self, batch: Any, part: MicroBatch, visit: Visit) -> None:
-        self.followed.begin_batch(batch, part, visit.received)
+    def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
+        self.followed.begin_run(batch_part, part, visit.received)
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         is_last = microbatch == self._count - 1
