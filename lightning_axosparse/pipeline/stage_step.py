@@ -43,7 +43,7 @@ from lightning_axosparse.support.troubleshooting import see
 
 NOTHING = Message(Activation(), ())
 
-Again: TypeAlias = Literal["", "draws", "reads", "has others", "calls others"]
+Again: TypeAlias = Literal["", "draws", "reads", "has other effects", "calls others"]
 """Why a batch has to run again: the step draws random numbers outside the layers, and micro-batches
 have drawn their own; it reads a value that was not sent; it has other effects than to log means and
 return a loss; or it calls functions that were not compared.

@@ -64,7 +64,7 @@ class NoEffects:
     def combined(self, sizes: Any) -> Any:
         return []
 
-    def part_has_others(self, output: Any) -> bool:
+    def part_has_other_effects(self, output: Any) -> bool:
         return False
 
 

@@ -42,7 +42,7 @@ class PartLog(Protocol):
     def combined(self, sizes: Sequence[int]) -> Sequence[Any] | None:
         """Return the log calls of the batch; None if they do not follow from micro-batches."""
 
-    def part_has_others(self, output: Any) -> bool:
+    def part_has_other_effects(self, output: Any) -> bool:
         """Whether that run had other effects, or returned more than the loss."""
 
 
@@ -166,8 +166,8 @@ class PartedStageStep(TrainingStageStep):
                 output = self._run_step(visit, part, [self._tracker])
             followed.add(output, part)
             self.returns_mapping = isinstance(output, Mapping)
-            if self._log.part_has_others(output) and not self._keeps:
-                self.again = "has others"
+            if self._log.part_has_other_effects(output) and not self._keeps:
+                self.again = "has other effects"
         except FirstRead:
             followed.losses.append(Tensor())
             self.again = "reads"
@@ -190,7 +190,7 @@ class PartedStageStep(TrainingStageStep):
         if self._known is not None and not self.followed.functions <= {*self._known}:
             return "calls others"
         is_logged = self._keeps or self._log.combined(self.batch.sizes) is not None
-        return "" if is_logged else "has others"
+        return "" if is_logged else "has other effects"
 
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         loss, weights = self.followed.losses[microbatch], self.followed.weights
