@@ -35,13 +35,13 @@ from lightning_axosparse.pipeline.stage_step import (
 )
 
 
-class FollowedInputs(Protocol):
-    """Tracks the samples of a micro-batch: ``loss.by_parts.FollowedLosses``."""
+class TrackedInputs(Protocol):
+    """Tracks the samples of a micro-batch: ``loss.by_parts.TrackedLosses``."""
 
     def begin_run(self, batch_part: Any, part: MicroBatch, received: Activation) -> None:
         """Begin a run on ``batch_part``, the copy of a micro-batch."""
 
-    def follow_output(self, output: Any) -> None:
+    def track_output(self, output: Any) -> None:
         """Track the output of the last layer."""
 
 
@@ -104,7 +104,7 @@ class StepEnd:
         message: Message,
         modes: Sequence[Mode] = (),
         reads: Reads | None = None,
-        followed: FollowedInputs | None = None,
+        tracked: TrackedInputs | None = None,
     ) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.
 
@@ -113,14 +113,14 @@ class StepEnd:
             message: the layer outputs.
             modes: modes that observe the step.
             reads: records the values of the stages that the step reads.
-            followed: tracks the samples in the inputs of the step.
+            tracked: tracks the samples in the inputs of the step.
         """
         visit = self._visit(message.content, message.tensors)
         visit.reads, visit.modes = reads, modes
         batch_part = copied(part.batch)
-        if followed is not None:
-            followed.begin_run(batch_part, part, message.content)
-            visit.behind_layers = followed.follow_output
+        if tracked is not None:
+            tracked.begin_run(batch_part, part, message.content)
+            visit.behind_layers = tracked.track_output
         return self._called(part, visit, batch_part, counts=False, may_call_none=True)
 
     def _called(

@@ -46,7 +46,7 @@ class PartLog(Protocol):
         """Whether that run had other effects, or returned more than the loss."""
 
 
-class FollowedLosses:
+class TrackedLosses:
     """The losses of the micro-batches of a batch, and their weights.
 
     Args:
@@ -69,10 +69,11 @@ class FollowedLosses:
         self.weights = LossWeights(batch.sizes, may_guess)
         self.losses: list[Tensor] = []
         self.functions: set[int] = set()
-        self._ways: dict[int, int] = {}
+        self._hashes: dict[int, int] = {}
+        """The hash of the functions, at 0, and that of the program for each number of samples."""
         leaves = object_leaves(batch.whole.batch, (Tensor, int, float, str, np.ndarray))
-        self._wholes = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._has_numbers = len(self._wholes) < len(leaves)
+        self._batch_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._has_numbers = len(self._batch_tensors) < len(leaves)
 
     def begin_run(self, batch_part: Any, part: MicroBatch, received: Activation) -> None:
         """Begin a run on a micro-batch; ``received`` is the activation of the previous stage."""
@@ -80,7 +81,8 @@ class FollowedLosses:
         for _, value in keyed_values(received):
             if isinstance(value, Tensor):
                 self._tracker.add(value, self._by_shape(value))
-        for whole, own in zip(self._wholes, object_leaves(batch_part, Tensor), strict=False):
+        own_tensors = object_leaves(batch_part, Tensor)
+        for whole, own in zip(self._batch_tensors, own_tensors, strict=False):
             if own.shape == whole.shape and len(self._batch.microbatches) > 1:
                 is_alike = own.dim() > 0 or torch.equal(whole, own)
                 self._tracker.add(own, "alike" if is_alike else None)
@@ -88,14 +90,14 @@ class FollowedLosses:
                 candidates = axes(whole.shape, own.shape, self._batch.whole.size, part.size)
                 self._tracker.add(own, candidates[0] if candidates else None)
 
-    def follow_output(self, output: Any) -> None:
-        """Track the output of the last layer; it shows which functions were called before."""
+    def track_output(self, output: Any) -> None:
+        """Track the output of the last layer, and hash only the functions behind it."""
         self._tracker.begin_end()
         known = self._batch.layouts.known
         for leaf, tensor in enumerate(object_leaves(output, Tensor)):
             self._tracker.add(tensor, known.get(("output", leaf), self._by_shape(tensor)))
 
-    def follow_layer(self, output: Any) -> None:
+    def track_layer(self, output: Any) -> None:
         """Track the output of another layer."""
         for tensor in object_leaves(output, Tensor):
             self._tracker.add(tensor, self._by_shape(tensor))
@@ -112,8 +114,8 @@ class FollowedLosses:
         self.weights.add(note)
         kind = note.kind if isinstance(note, Total) else None
         self.functions.add(hash((program if self._has_numbers else functions, kind)))
-        ways = {0: functions, part.size: program}  # Numbers may follow from the samples.
-        if any(self._ways.setdefault(size, way) != way for size, way in ways.items()):
+        hashes = {0: functions, part.size: program}  # Numbers may depend on the samples.
+        if any(self._hashes.setdefault(size, each) != each for size, each in hashes.items()):
             self.weights.fail("micro-batches compute it in different ways")
 
 
@@ -143,7 +145,7 @@ class PartedStageStep(TrainingStageStep):
     ) -> None:
         super().__init__(*shared, **more)
         self._tracker, self._log, self._keeps, self._known = tracker, log, keeps, known
-        self.followed = FollowedLosses(self.batch, tracker, self.stage, may_guess)
+        self.tracked = TrackedLosses(self.batch, tracker, self.stage, may_guess)
         self.activations: list[Activation] = []
         """The layer outputs that the end of the step receives, if they are kept."""
         self.returns_mapping = False
@@ -152,31 +154,31 @@ class PartedStageStep(TrainingStageStep):
 
     def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, to its end."""
-        part, followed = self.batch.microbatches[microbatch], self.followed
+        part, tracked = self.batch.microbatches[microbatch], self.tracked
         visit: Visit | None = None
         try:
             if received is not None and received.content.has_failed:
                 raise FirstRead
             visit = self._visits[microbatch] = self._visit(microbatch, received or NOTHING)
-            visit.ends_behind_layers, visit.behind_layers = False, followed.follow_output
-            visit.behind_layer = followed.follow_layer
+            visit.ends_behind_layers, visit.behind_layers = False, tracked.track_output
+            visit.behind_layer = tracked.track_layer
             visit.sent = visit.sent if self._keeps else None
             measured = self._limit.measured(self.stage, visit.tensors)
             with self._log.of_part(self._tracker.note_of), measured:
                 output = self._run_step(visit, part, [self._tracker])
-            followed.add(output, part)
+            tracked.add(output, part)
             self.returns_mapping = isinstance(output, Mapping)
             if self._log.part_has_other_effects(output) and not self._keeps:
                 self.again = "has other effects"
         except FirstRead:
-            followed.losses.append(Tensor())
+            tracked.losses.append(Tensor())
             self.again = "reads"
         if visit is not None and visit.sent_here is not None:
             self.activations.append(relink(visit.sent_here)[1].content)
         return Activation()
 
     def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
-        self.followed.begin_run(batch_part, part, visit.received)
+        self.tracked.begin_run(batch_part, part, visit.received)
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         is_last = microbatch == self._count - 1
@@ -184,29 +186,29 @@ class PartedStageStep(TrainingStageStep):
             self.again = self._why_again()
         if self.again or self.problem:
             return Gradients((), None)
-        return Gradients((), self.followed.weights.factor() if is_last else 1.0)
+        return Gradients((), self.tracked.weights.factor() if is_last else 1.0)
 
     def _why_again(self) -> Again:
-        if self._known is not None and not self.followed.functions <= {*self._known}:
+        if self._known is not None and not self.tracked.functions <= {*self._known}:
             return "calls others"
         is_logged = self._keeps or self._log.combined(self.batch.sizes) is not None
         return "" if is_logged else "has other effects"
 
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
-        loss, weights = self.followed.losses[microbatch], self.followed.weights
+        loss, weights = self.tracked.losses[microbatch], self.tracked.weights
         weight = 0.0 if self.is_void else weights.weight(microbatch)
         if weight:
             self._backward.differentiate(loss * weight)
         else:  # It is all padding, for example: its loss may be NaN.
             exchange_nothing([loss])
-        self.followed.losses[microbatch] = loss.detach()
+        self.tracked.losses[microbatch] = loss.detach()
 
     @property
     def problem(self) -> str:
         """Why the batch has to run again as a whole; empty if it does not."""
-        return self.followed.weights.problem
+        return self.tracked.weights.problem
 
     @property
     def loss(self) -> Tensor:
         """The loss of the batch."""
-        return self.followed.weights.combined(self.followed.losses)
+        return self.tracked.weights.combined(self.tracked.losses)

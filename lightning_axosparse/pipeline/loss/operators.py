@@ -47,7 +47,7 @@ class Total(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """The note of a tensor that cannot be followed, with the reason."""
+    """The note of a tensor that cannot be tracked, with the reason."""
 
     reason: str = ""
 

@@ -24,7 +24,7 @@ from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, relink
 from lightning_axosparse.pipeline.engine import KeepingStep
 from lightning_axosparse.pipeline.joining import Layout, Layouts, layer_of, learn, sent_tensors
-from lightning_axosparse.pipeline.loss.by_parts import FollowedLosses
+from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.loss.operators import UNKNOWN
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
@@ -229,7 +229,7 @@ class Comparison:
         step = replace(step, layouts=Layouts({**step.layouts.known, **result.layouts}))
         end = StepEnd(step, self._stage_module.layers, self._run.rng)
         tracker = SampleTracker(effects.constants)
-        followed = FollowedLosses(step, tracker, self._stage_module.layers.end)
+        tracked = TrackedLosses(step, tracker, self._stage_module.layers.end)
         messages = [_differentiable(activation) for activation in activations]
         gradients, has_other_effects = list[Sequence[Tensor | None]](), False
         try:
@@ -241,8 +241,8 @@ class Comparison:
                 expected = _gradients(loss, joined.tensors)
                 for part, message in zip(step.microbatches, messages, strict=True):
                     with effects.of_part(tracker.note_of):
-                        output = end.rehearse(part, message, [tracker], followed=followed)
-                    followed.add(output, part)
+                        output = end.rehearse(part, message, [tracker], tracked=tracked)
+                    tracked.add(output, part)
                     has_other_effects |= effects.part_has_other_effects(output)
                     gradients.append(_gradients(loss_of(output), sent_tensors(message.content)))
         except Exception as error:
@@ -254,11 +254,11 @@ class Comparison:
             or self._draws
             or not alike(calls, logged, self._difference, self._tolerance)
         )
-        result = result._replace(has_other_effects=has_other_effects, functions=followed.functions)
-        weights = followed.weights
+        result = result._replace(has_other_effects=has_other_effects, functions=tracked.functions)
+        weights = tracked.weights
         if weights.problem:
             return result._replace(reason=weights.problem)
-        combined = weights.combined([each.detach() for each in followed.losses])
+        combined = weights.combined([each.detach() for each in tracked.losses])
         difference = self._difference(combined, loss.detach())
         final = [weights.weight(n) * weights.factor() for n in range(len(gradients))]
         for index, whole in enumerate(joined.split(expected, step.sizes)):
