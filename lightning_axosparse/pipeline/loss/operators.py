@@ -133,6 +133,7 @@ def _linear(call: Call) -> Note | None:
 
 
 def _quotient(call: Call) -> Note | None:
+    """A quotient; a sum divided by a number of samples or entries is a mean."""
     above, below = call.notes[0], call.args[1]
     if not isinstance(above, Total) or call.kwargs:  # It may round.
         return call.rows()
@@ -160,7 +161,7 @@ def _equal(call: Call) -> Note | None:
 
 
 def _extreme(call: Call) -> Note | None:
-    """A reduction of all entries to their extremes, or within each row."""
+    """A reduction of all entries to an extreme, or of each row."""
     return EXTREME if call.notes == [ROWS] and call.argument("dim") is None else _along(call)
 
 

@@ -57,7 +57,7 @@ class LayerState:
         self._counted: dict[AttributePath, _Counted] = {}
         self._rewritten: dict[tuple[AttributePath, int], Tensor] = {}
         self._versions: dict[int, list[int]] = {}
-        """By stage, the versions of these tensors before the first micro-batch."""
+        """By stage, the versions of rewritten parameters before the first micro-batch."""
 
     def learn(
         self,
@@ -99,7 +99,7 @@ class LayerState:
         copies = [copied(each.value) for each in counted]
         rewritten = [each for (_, own), each in self._rewritten.items() if stage in (own, None)]
         versions = [version_of(each) for each in rewritten]
-        if stage is not None:  # Each pass leaves them as the first one does.
+        if stage is not None:  # So that each pass ends with the same versions as the first one.
             set_versions(rewritten, self._versions.setdefault(stage, versions))
         with _values_set(counted, copies) if counted else nullcontext():
             try:

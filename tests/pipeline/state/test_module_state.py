@@ -259,7 +259,7 @@ def test_some_layers_are_captured_by_themselves_and_others_left_out() -> None:
     assert module.model[2].calls == 1
 
 
-def test_a_later_state_is_gone_back_to_once_it_was_noted() -> None:
+def test_a_later_state_is_restored_once_it_was_captured() -> None:
     module = Module()
     state = ModuleState(module)
     with state.writes():
