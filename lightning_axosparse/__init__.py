@@ -10,8 +10,9 @@ from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.strategy.launcher.failure import RankFailedError
 from lightning_axosparse.strategy.launcher.fork_server import close_ranks
-from lightning_axosparse.strategy.launcher.launcher import RankFailedError
+from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.files import CorruptFileError
 
@@ -22,9 +23,11 @@ __all__ = [
     "CorruptFileError",
     "EarlyBirdChannels",
     "EarlyBirdTicket",
+    "ExpertParallel",
     "GradualPruning",
     "PipelineTimeline",
     "RankFailedError",
+    "TensorParallel",
     "Ticket",
     "close_ranks",
     "densify",

@@ -69,7 +69,6 @@ SLOW = (
     "parity/test_state.py::test_on_two_ranks",
     "parity/test_state.py::test_replicas_of_shorter",
     "parity/test_tickets.py::test_every_grid_draws_the_ticket_of_one_process[3x1]",
-    "parity/test_tickets.py::test_every_grid_draws_the_ticket_of_one_process[offloaded]",
     "parity/test_tickets.py::test_stages_keep",
     "parity/test_transformers.py::test_a_network_of_transformers_trains_as_on_one_process[2-",
     "launcher/test_launcher.py::test_a_rank_that_cannot_begin",

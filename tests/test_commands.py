@@ -23,11 +23,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig
 from torch import nn
 
+from axosparse_commands import arguments as arguments_of
+from axosparse_commands.overrides import configuration
 from lightning_axosparse import Ticket, save_safetensors, sparsify
 from lightning_axosparse.cli import plan, sweep
 from lightning_axosparse.cli.evaluate import METRICS, evaluate
 from lightning_axosparse.cli.job import RESULT
-from lightning_axosparse.cli.train import configuration, train
+from lightning_axosparse.cli.train import train
 from lightning_axosparse.examples.gpt import GPT
 from tests.cli.sweep.jobs import write_job
 from tests.test_docs import PAGES, REPOSITORY
@@ -77,7 +79,7 @@ def test_the_command_is_one(command: str) -> None:
     program, *arguments = shlex.split(loop[1] if loop else command, comments=True)
     match program:
         case "axosparse-plan":
-            plan._parser().parse_args(arguments)
+            arguments_of.plan().parse_args(arguments)
         case "axosparse-sweep":
             assert len(arguments) == 1
         case "python" | ".venv/bin/python" if arguments[0] == "-m":

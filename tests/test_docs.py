@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import lightning_axosparse
+from lightning_axosparse.cli.sweep import CURVES
 from tests.parity import test_containers, test_families, test_transformers
 
 REPOSITORY = Path(__file__).parents[1]
@@ -52,6 +53,35 @@ def test_paths_exist() -> None:
     roots = [REPOSITORY, PACKAGE, *rooms]
     assert {"pipeline/engine.py", "support/"} <= set(PATHS)
     assert [path for path in PATHS if not any((root / path).exists() for root in roots)] == []
+
+
+OF_OTHERS = {
+    "fit-profile.txt": "Lightning's profiler",
+    "hpc_ckpt_N.ckpt": "Lightning, as N goes up",
+    "my_project.py": "the user",
+    "optimization_results.yaml": "Optuna's sweeper",
+    **{f"{name}.png": "a sweep, a picture for each curve" for name in CURVES},
+}
+"""File that a page names -> who writes it; all others are written under names in the sources."""
+FILE = r"[\w./-]*\w\.(json|jsonl|html|png|svg|csv|txt|pt|yaml|yml|toml|md|py|sh|ipynb|ckpt)"
+
+
+def test_files_that_a_page_names_exist_or_are_written() -> None:
+    names = ["axosparse_commands", "conf", "docs", "examples", "benchmarks", "notebooks", "tests"]
+    folders = [PACKAGE, *(REPOSITORY / name for name in [*names, ".github"])]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    there = {path.name for path in [*files, *REPOSITORY.glob("*")]}
+    code = [path for path in files if path.suffix in (".py", ".yaml") and "tests" not in path.parts]
+    sources = "\n".join(path.read_text() for path in code)
+    named = {
+        code.rpartition("/")[2]
+        for page in [*PAGES, *(REPOSITORY / "benchmarks").glob("*/README.md")]
+        for code in inline_code(page.read_text())
+        if re.fullmatch(FILE, code)
+    }
+    assert {"report.html", "ticket.pt", "metrics.json"} <= named
+    missing = {name for name in named - there if name not in sources}
+    assert missing == OF_OTHERS.keys()
 
 
 def test_names_can_be_imported() -> None:

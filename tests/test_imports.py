@@ -72,7 +72,7 @@ NO_OTHER_WAY = {
     "sparse/ops/convolution.py": {"_conv_forward"},
     "sparse/store/weight.py": {"_make_wrapper_subclass"},
     "strategy/step/learning.py": {"_backward_hooks", "_backward_pre_hooks"},
-    "strategy/tensor_parallel.py": {"_forward_hooks", "_forward_pre_hooks", "_parameters"},
+    "strategy/tensor_parallel.py": {"_parameters"},
     "strategy/validation.py": {"_NormBase"},
     # What a tensor holds, where the public name checks or warns.
     "strategy/launcher/pickling.py": {"_untyped_storage"},

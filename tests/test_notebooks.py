@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -11,6 +12,18 @@ from tests.ranks import PATIENCE
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
+def named_files(notebook: nbformat.NotebookNode) -> list[str]:
+    """The files that the text names as ones of a folder."""
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    return re.findall(r"`([\w.-]+/[\w./-]+\.\w+)`", text)
+
+
+def test_a_notebook_names_files() -> None:
+    assert "quickstart/timeline-sparse.json" in [
+        name for path in NOTEBOOKS for name in named_files(nbformat.read(path, as_version=4))
+    ]
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
@@ -18,6 +31,8 @@ def test_runs_from_top_to_bottom(path, tmp_path):
         notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}
     )
     client.execute()
+    for name in named_files(notebook):
+        assert (tmp_path / name).exists(), name
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -3,12 +3,13 @@
     python -m benchmarks.experts.step
 
 Two ranks with a thread each train with AdamW in float32. In the first table each layer has experts,
-two for a token: all of them on each rank, spread over the ranks (``g_expert=2``), and spread by
-DeepSpeed's ``MoE`` layer, where DeepSpeed is installed. The second has a Mixtral of transformers,
-whose experts DeepSpeed's AutoEP spreads. In the third, perceptrons are split (``g_tensor=2``), by
-the plan that a module has for Lightning's ``ModelParallelStrategy``. Each run is a job of its own;
-the runs alternate. A step is the time from the end of a batch to the end of the next, on rank 0;
-the state is what that rank has of weights, gradients and AdamW's moments. Prints Markdown tables.
+two for a token: all of them on each rank, spread over the ranks (``expert_parallel=2``), and spread
+by DeepSpeed's ``MoE`` layer, where DeepSpeed is installed. The second has a Mixtral of
+transformers, whose experts DeepSpeed's AutoEP spreads. In the third, perceptrons are split
+(``tensor_parallel=2``), by the plan that a module has for Lightning's ``ModelParallelStrategy``.
+Each run is a job of its own; the runs alternate. A step is the time from the end of a batch to the
+end of the next, on rank 0; the state is what that rank has of weights, gradients and AdamW's
+moments. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse import AxoSparseStrategy, ExpertParallel
 
 WARM_UP, RANKS = 3, 2
 DEEPSPEED = "experts spread, DeepSpeed"
@@ -42,18 +43,17 @@ LIGHTNING = "layers split, Lightning's ModelParallelStrategy"
 HAS_DEEPSPEED = find_spec("deepspeed") is not None
 EXPERTS: dict[str, dict[str, Any]] = {
     "all experts on each rank, ours": {},
-    "experts spread, ours": {"g_expert": RANKS, "experts": "layers.*.experts"},
+    "experts spread, ours": {"expert_parallel": ExpertParallel(RANKS, "layers.*.experts")},
     **({DEEPSPEED: {}} if HAS_DEEPSPEED else {}),
 }
 MIXTRAL: dict[str, dict[str, Any]] = {
     "Mixtral, all experts on each rank, ours": {},
     "Mixtral, experts spread, ours": {
-        "g_expert": RANKS,
-        "experts": "network.model.layers.*.mlp.experts",
+        "expert_parallel": ExpertParallel(RANKS, "network.model.layers.*.mlp.experts")
     },
     **({AUTOEP: {}} if HAS_DEEPSPEED else {}),
 }
-SPLIT: dict[str, dict[str, Any]] = {LIGHTNING: {}, "layers split, ours": {"g_tensor": RANKS}}
+SPLIT: dict[str, dict[str, Any]] = {LIGHTNING: {}, "layers split, ours": {"tensor_parallel": RANKS}}
 TABLES = EXPERTS, MIXTRAL, SPLIT
 """The arguments of this package's strategy, by run; the first of a table is its baseline."""
 

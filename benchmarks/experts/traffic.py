@@ -3,8 +3,8 @@
     python -m benchmarks.experts.traffic
 
 Four ranks: two replicas of two ranks that share layers, experts spread over both replicas
-(``g_tensor=2, g_expert=2, recompute=1``). A saving is switched off by replacing what does it.
-Prints a Markdown table.
+(``tensor_parallel=2, expert_parallel=2, recompute=1``). A saving is switched off by replacing what
+does it. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader
 
 from benchmarks.experts.step import Expert, Layer, Training
-from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse import AxoSparseStrategy, ExpertParallel, TensorParallel
 from lightning_axosparse.distributed.kept_results import KeptResults
 from lightning_axosparse.strategy import expert_parallel
 
@@ -79,10 +79,8 @@ def count(drops: bool, keeps: bool, options: argparse.Namespace) -> list[float]:
     plan = {"layers.*.0.up": ColwiseParallel(), "layers.*.0.down": RowwiseParallel()}
     strategy = AxoSparseStrategy(
         microbatches=1,
-        g_tensor=2,
-        tensor_plan=plan,
-        g_expert=2,
-        experts="layers.*.1.experts",
+        tensor_parallel=TensorParallel(2, plan),
+        expert_parallel=ExpertParallel(2, "layers.*.1.experts"),
         pipeline="layers",
         recompute=1,
     )

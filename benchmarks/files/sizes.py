@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_axosparse.checkpoint.safetensors import encoded
+from lightning_axosparse.checkpoint.safetensors import encode
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pruning.rule import MaskRule
@@ -49,7 +49,7 @@ def row(weights: dict[str, Tensor], masks: dict[str, Tensor]) -> list[float]:
     kept = least = places = packed = 0.0
     for name, mask in masks.items():
         values = weights[name][mask]
-        index, code = encoded(values, mask)
+        index, code = encode(values, mask)
         kept += values.nbytes
         least += entropy(mask)
         places += index.numel()

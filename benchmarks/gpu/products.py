@@ -3,8 +3,8 @@
     python -m benchmarks.gpu.products              # on a CUDA device
     python -m benchmarks.gpu.products --tiny       # on CPU: does it all work?
 
-Three ways: torch's product with a dense weight, which is that of the policy "samo", too; the
-package's with the policy "sparse" (the dense weight made from the bitmap, then the product); and
+Three ways: torch's product with a dense weight, which is that of ``compute="samo"``, too; the
+package's without a copy (the dense weight made from the bitmap, then the product); and
 torch's with CSR (cuSPARSE). Before any timing, every way is compared with the product in float32,
 to the bit: all operands are small integers. Then prints a Markdown table of the time of one
 product, in a run through a stack of weights that no cache holds. Each run but those of cuSPARSE is

@@ -4,10 +4,10 @@
     python -m benchmarks.gpu.step --tiny       # on CPU: does it all work?
 
 Fused AdamW on float32 weights, bf16 autocast, dense and with random masks, with and without
-activation checkpointing, both storage policies. First a sparse step is compared with a masked dense
-one. Prints a Markdown table; every sparse model's steps are interleaved with the dense one's. "GPU"
-is the time of a step's kernels: a step takes longer where Python takes longer to start them. For a
-model that does not fit into memory the row says so.
+activation checkpointing, without and with dense copies. First a sparse step is compared with a
+masked dense one. Prints a Markdown table; every sparse model's steps are interleaved with the dense
+one's. "GPU" is the time of a step's kernels: a step takes longer where Python takes longer to start
+them. For a model that does not fit into memory the row says so.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from benchmarks.gpu.timing import kernel_seconds, median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import GPT, Block
 from lightning_axosparse.pruning.rule import prunable
+from lightning_axosparse.sparse.backend import Compute
 from lightning_axosparse.sparse.module.parameters import state_bytes
-from lightning_axosparse.sparse.store.materialize import POLICIES, Policy
+
+COMPUTES: tuple[Compute, ...] = "auto", "samo"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def masks(model: nn.Module, ratio: float) -> dict[str, Tensor]:
 
 
 def check_numbers(shape: Shape, device: torch.device) -> None:
-    """Check that a sparse model has the losses of the masked dense one, with both policies."""
+    """Check that a sparse model has the losses of the masked dense one, without and with copies."""
     dense = shape.build(device)
     kept = masks(dense, 0.8)
     with torch.no_grad():
@@ -116,9 +118,9 @@ def check_numbers(shape: Shape, device: torch.device) -> None:
             if name in kept:
                 parameter.mul_(kept[name])
     models = [dense]
-    for policy in POLICIES:
+    for compute in COMPUTES:
         models.append(copy.deepcopy(dense))
-        sparsify(models[-1], kept, policy=policy)
+        sparsify(models[-1], kept, compute=compute)
     losses = []
     for model in models:
         torch.manual_seed(1)
@@ -161,7 +163,7 @@ def build(
     shape: Shape,
     recomputes: bool,
     ratio: float,
-    policy: Policy,
+    compute: Compute,
     device: torch.device,
     sequences: int,
 ) -> Measured:
@@ -174,7 +176,7 @@ def build(
         taken = torch.cuda.memory_allocated()
     model = shape.build(device)
     if ratio:
-        sparsify(model, masks(model, ratio), policy=policy)
+        sparsify(model, masks(model, ratio), compute=compute)
     if recomputes:
         recompute(model)
     if device.type == "cuda":  # building it is not a step
@@ -188,25 +190,25 @@ def rows(
 ) -> Iterator[str]:
     """Return the rows of the table for one shape."""
     label = f"| {shape.name} | {'yes' if recomputes else 'no'}"
-    dense = build(shape, recomputes, 0, "sparse", device, sequences)
+    dense = build(shape, recomputes, 0, "auto", device, sequences)
     yield (
         f"{label} | 0% | | {dense.peak:.2f} GB | 1 | {dense.state:.3g} GB | 1 "
         f"| {dense.kernels * 1e3:.1f} ms | 1 | | 1 |"
     )
-    for ratio, policy in product((0.8, 0.9), POLICIES):
+    for ratio, compute in product((0.8, 0.9), COMPUTES):
         try:
-            found = build(shape, recomputes, ratio, policy, device, sequences)
+            found = build(shape, recomputes, ratio, compute, device, sequences)
             runners = {"dense": dense.training.step, "this": found.training.step}
             seconds = median_seconds(runners, trials, device)
         except torch.cuda.OutOfMemoryError:
-            yield f"{label} | {ratio:.0%} | {policy} | out of memory | | | | | | | |"
+            yield f"{label} | {ratio:.0%} | {compute} | out of memory | | | | | | | |"
             continue
         peaks, kernels = "-", "-"
         if device.type == "cuda":
             peaks = f"{dense.peak / found.peak:.2f}"
             kernels = f"{found.kernels / dense.kernels:.3f}"
         yield (
-            f"{label} | {ratio:.0%} | {policy} | {found.peak:.2f} GB | {peaks} "
+            f"{label} | {ratio:.0%} | {compute} | {found.peak:.2f} GB | {peaks} "
             f"| {found.state:.3g} GB | {dense.state / found.state:.2f} "
             f"| {found.kernels * 1e3:.1f} ms | {kernels} "
             f"| {seconds['this'] * 1e3:.1f} ms | {seconds['this'] / seconds['dense']:.3f} |"
@@ -225,7 +227,7 @@ def main() -> None:
     device = torch.device("cpu" if options.tiny else "cuda")
     check_numbers(TINY[0], device)
     print(
-        "| model | recompute | pruned | policy | peak | dense / this | state | dense / this ",
+        "| model | recompute | pruned | compute | peak | dense / this | state | dense / this ",
         end="",
     )
     print("| GPU | this / dense | step | this / dense |")

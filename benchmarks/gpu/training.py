@@ -34,10 +34,8 @@ ROWS: tuple[tuple[str, dict[str, Any], Literal["auto", "samo"], Any, float], ...
     ("samo", {}, "samo", "32-true", 1e-5),
     ("2 stages, loopback", {"g_inter": 2, "transport": "loopback"}, "auto", "32-true", 1e-4),
     ("recompute", {"recompute": 1}, "auto", "32-true", 1e-5),
-    ("offload", {"offload_optimizer": True}, "auto", "32-true", 1e-4),
     ("bf16-mixed", {}, "auto", "bf16-mixed", 2e-2),
     ("bf16-mixed, samo", {}, "samo", "bf16-mixed", 2e-2),
-    ("bf16-mixed, offload", {"offload_optimizer": True}, "auto", "bf16-mixed", 2e-2),
     ("16-mixed", {}, "auto", "16-mixed", 2e-2),
 )
 

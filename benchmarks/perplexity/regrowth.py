@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.rule import Score, Scores, State, Stored
-from lightning_axosparse.pruning.selection import highest
+from lightning_axosparse.pruning.selection import top_k_masks
 
 Growth = Literal["random", "gradient"]
 """Which entries grow: any (SET), or those of the largest gradient (RigL)."""
@@ -100,7 +100,7 @@ def _of_each(scores: Scores, kept: Mapping[str, int]) -> dict[str, Tensor]:
     masks = {}
     for name in scores:
         alone = {name: scores[name]}
-        masks.update(highest(alone, {name: alone[name].shape}, kept[name]))
+        masks.update(top_k_masks(alone, {name: alone[name].shape}, kept[name]))
     return masks
 
 

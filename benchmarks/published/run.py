@@ -9,19 +9,21 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from lightning_axosparse.cli.plan import MODELS
+from axosparse_commands.arguments import MODELS as SHAPES
 from lightning_axosparse.planning.cost import Cluster, LayerCosts, Storage, Transformer
 from lightning_axosparse.planning.search import Choice, Plan, Workload, evaluate
 from lightning_axosparse.planning.simulate import Wire
+
+MODELS = {name: Transformer(*shape) for name, shape in SHAPES.items()}
 
 # Summit: nodes of six V100 with 16 GB, NVLink.
 PEAK, DEVICES_PER_NODE, MEMORY = 125e12, 6, 16e9
 MEMORY_BANDWIDTH, NODE_BANDWIDTH, LATENCY = 700e9, 50e9, 1e-5
 
 # Bytes of state by Singh & Bhatele 2022 (offloaded optimizer, buckets of 4 M) and 2023.
-OFFLOADED = Storage(per_weight=4, per_kept=0, gradient=2, fixed=16 * 4e6)
-MIXED = Storage(per_weight=0, per_kept=20, gradient=2)
-SAMO = Storage(per_weight=2, per_kept=24, gradient=2)
+OFFLOADED = Storage(per_weight=4, per_unpruned=0, gradient=2, fixed=16 * 4e6)
+MIXED = Storage(per_weight=0, per_unpruned=20, gradient=2)
+SAMO = Storage(per_weight=2, per_unpruned=24, gradient=2)
 
 
 def solve(f: Callable[[float], float], low: float, high: float) -> float:
@@ -322,7 +324,7 @@ def print_poster(constants: Constants, batch: int = 768) -> None:
 # --- TED -----------------------------------------------------------------------------------------
 
 # The state of a weight under 16-bit mixed precision with ZeRO 1: value, gradient, and 12 divided.
-ZERO = Storage(per_weight=0, per_kept=16, gradient=2, optimizer=12)
+ZERO = Storage(per_weight=0, per_unpruned=16, gradient=2, optimizer=12)
 TED_EXPERTS, TED_GPUS, TED_BATCH = 16, 128, 1024
 
 

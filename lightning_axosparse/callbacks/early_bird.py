@@ -80,7 +80,7 @@ class EarlyBirdTicket(WeightPruning):
         floor: float = 0.05,
         which: Which | None = None,
         ticket: Ticket | str | os.PathLike[str] | None = None,
-        compute: Compute | Literal["samo"] = "auto",
+        compute: Compute = "auto",
     ) -> None:
         super().__init__(pruning_ratio, score, floor, which, ticket, compute)
         self.search = MaskSearch(every, draw_by, distance, threshold, window)

@@ -38,6 +38,7 @@ from lightning_axosparse.support.arguments import (
     checked,
     instance_of,
 )
+from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -145,7 +146,7 @@ class EarlyBirdChannels(TicketCallback):
         if self.ticket is not None:
             strategy_of(trainer).shrink(self.ticket)
         elif self._channels is not None:
-            rank_zero_info(str(self._channels))
+            note(str(self._channels))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -189,7 +190,11 @@ class EarlyBirdChannels(TicketCallback):
         strategy_of(trainer).shrink(ticket)
         self.ticket, self.drawn_at = ticket, step
         self.search.window.clear()
-        rank_zero_info(f"Early-bird ticket of channels drawn: {ticket}")
+        kept, every = ticket.counts
+        rank_zero_info(
+            f"Ticket drawn after {step} steps: {kept:,} of the {every:,} channels of {len(masks)} "
+            "layers are kept."
+        )
 
     def _scales(self, trainer: Trainer) -> dict[str, Tensor]:
         """The scales of removable channels on this rank, by BatchNorm."""

@@ -82,7 +82,7 @@ class GradualPruning(WeightPruning):
         floor: float = 0.05,
         which: Which | None = None,
         ticket: Ticket | str | os.PathLike[str] | None = None,
-        compute: Compute | Literal["samo"] = "auto",
+        compute: Compute = "auto",
     ) -> None:
         super().__init__(pruning_ratio, score, floor, which, ticket, compute)
         if type(start) is type(end) and start >= end:

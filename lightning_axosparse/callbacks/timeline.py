@@ -39,7 +39,7 @@ COLOURS: dict[Activity, str] = {
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The spans of one training step on every rank; ``weights`` is "dense" or "sparse"."""
+    """The spans of one training step on every rank; ``weights`` says how weights were stored."""
 
     epoch: int
     batch_idx: int
@@ -143,10 +143,11 @@ def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 class PipelineTimeline(L.Callback):
     """Writes one training step of all ranks as a trace and as a Gantt chart.
 
-    Of the recorded steps the last one with dense weights and the last one with sparse weights are
-    kept. For each of them the folder contains, when training ends, ``timeline-dense.json`` or
-    ``timeline-sparse.json``, which https://ui.perfetto.dev and chrome://tracing open, and a
-    ``.png`` of the same name; :attr:`steps` has them as objects.
+    One batch of each epoch is recorded, and the first two after the draw, as no other may follow.
+    The last of these with dense weights, while weights are pruned, and with sparse weights are
+    kept. For each of them the folder contains, when training ends, ``timeline-dense.json``,
+    ``timeline-pruning.json`` or ``timeline-sparse.json``, which https://ui.perfetto.dev and
+    chrome://tracing open, and a ``.png`` of the same name; :attr:`steps` has them as objects.
 
     Times are those of each host's wall clock.
 
@@ -172,28 +173,41 @@ class PipelineTimeline(L.Callback):
         self.epoch = epoch
         self.folder = None if folder is None else Path(folder)
         self.steps: list[RecordedStep] = []
-        self._recorded: dict[Period, tuple[int, list[Span]]] = {}
+        self._recorded: dict[Period, tuple[int, int, list[Span]]] = {}
+        """The state of the model -> epoch and index of a batch, and what this rank did in it."""
+        self._after_draw = 0
+        """How many batches have begun since the draw."""
         self._period: Period | None = None
         """How weights are stored in the batch that is being recorded; None if none is."""
 
     @override
     def on_train_start(self, *_: Any) -> None:
-        self._recorded = {}
+        self._recorded, self._after_draw = {}, 0
 
     @override
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == self.batch_idx and self.epoch in (None, trainer.current_epoch):
-            self._period = period_of(trainer)
+        period = period_of(trainer)
+        self._after_draw += period == "sparse"
+        is_due = batch_idx == self.batch_idx or self._after_draw in (1, 2)
+        if is_due and self.epoch in (None, trainer.current_epoch):
+            self._period = period
             clock.record()
 
     @override
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
         if self._period is not None:
             grid = grid_of(trainer)
             placed = place(clock.recorded(), grid.replica, grid.stage)
-            self._recorded[self._period] = trainer.current_epoch, placed
+            self._recorded[self._period] = trainer.current_epoch, batch_idx, placed
             self._period = None
 
     @override
@@ -203,13 +217,13 @@ class PipelineTimeline(L.Callback):
 
     @override
     def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-        own = {period: spans for period, (_, spans) in self._recorded.items()}
+        own = {period: spans for period, (_, _, spans) in self._recorded.items()}
         ranks = all_gather(own, dist.group.WORLD)
         self.steps = [
             RecordedStep(
-                epoch, self.batch_idx, period, [span for rank in ranks for span in rank[period]]
+                epoch, batch_idx, period, [span for rank in ranks for span in rank[period]]
             )
-            for period, (epoch, _) in self._recorded.items()
+            for period, (epoch, batch_idx, _) in self._recorded.items()
         ]
         if trainer.is_global_zero:
             self._write(folder_of(trainer, self.folder))

@@ -30,9 +30,9 @@ from lightning_axosparse.sparse.backend import (
     most_cautious,
     this_processor,
 )
-from lightning_axosparse.sparse.cpu.products import most_kept
+from lightning_axosparse.sparse.cpu.products import max_density
 from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
-from lightning_axosparse.sparse.store.materialize import Policy, best_policy
+from lightning_axosparse.sparse.store.materialize import copy_pays
 from lightning_axosparse.strategy.validation import (
     optimizers_before_setup,
     unless_made_later,
@@ -43,7 +43,7 @@ from lightning_axosparse.support.arguments import (
     FUNCTION,
     NONE,
     PATH,
-    PRUNED,
+    Kind,
     instance_of,
     number,
     one_of,
@@ -53,13 +53,21 @@ from lightning_axosparse.support.troubleshooting import few, see
 _LITTLE = 0.02
 """A weight that keeps a smaller share of its entries is named when the ticket is drawn."""
 
+_CHOSEN = Kind(
+    "a table such as {'embedding': False, '*.head.weight': True}",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) and type(chosen) is bool for key, chosen in value.items())
+    ),
+)
+
 PRUNING = {
     "pruning_ratio": number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
     "score": one_of("auto", *SCORES) | FUNCTION,
     "floor": FRACTION,
-    "which": PRUNED | FUNCTION | NONE,
+    "which": _CHOSEN | FUNCTION | NONE,
     "ticket": instance_of("a Ticket", Ticket) | PATH | NONE,
-    "compute": one_of(*COMPUTES, "samo"),
+    "compute": one_of(*COMPUTES),
 }
 """The kinds of the arguments of :class:`WeightPruning`."""
 
@@ -85,7 +93,7 @@ class WeightPruning(TicketCallback):
         floor: float,
         which: Which | None,
         ticket: Ticket | str | os.PathLike[str] | None,
-        compute: Compute | Literal["samo"],
+        compute: Compute,
     ) -> None:
         super().__init__(ticket)
         self.pruning_ratio, self.compute = pruning_ratio, compute
@@ -129,16 +137,19 @@ class WeightPruning(TicketCallback):
             strategy_of(trainer).use_freed_memory()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ticket, how far the run has come, and the processor."""
-        return {**super().state_dict(), "processor": self._processor}
+        """Return the ticket, how far the run has come, the processor, and what stays dense."""
+        untrained = sorted(self._rule.untrained)
+        return {**super().state_dict(), "processor": self._processor, "untrained": untrained}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
         self._processor = state.get("processor")
+        self._rule = replace(self._rule, untrained=frozenset(state.get("untrained", ())))
 
     def _masks(self, trainer: Trainer, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""
         strategy = strategy_of(trainer)
+        self._leave_untrained(trainer)
         return MaskBits(
             replace(self._rule, ratio=ratio).masks(
                 trainer.lightning_module,
@@ -147,6 +158,21 @@ class WeightPruning(TicketCallback):
                 strategy.inter_group,
                 strategy.stored_weights(),
             )
+        )
+
+    def _leave_untrained(self, trainer: Trainer) -> None:
+        """Leave weights dense that no step has trained on any rank; collective."""
+        strategy, sizes = strategy_of(trainer), self._rule.sizes(trainer.lightning_module)
+        counted = strategy.counted_parameters()
+        mine = [name for name in sizes if name in counted]
+        found = self._rule.without_moments(mine, strategy.stored_weights())
+        untrained = {name for names in all_gather(found, strategy.world_group) for name in names}
+        if not untrained or untrained == sizes.keys():
+            return
+        self._rule = replace(self._rule, untrained=self._rule.untrained | untrained)
+        rank_zero_warn(
+            f"{few(sorted(untrained))}: left dense, because no step has trained it. If a later "
+            "step will, set a later start, or score='magnitude'." + see("pruning")
         )
 
     def _ticket_of(self, trainer: Trainer, masks: MaskBits, ratio: float) -> Ticket:
@@ -170,7 +196,10 @@ class WeightPruning(TicketCallback):
         stages = strategy.parameter_stages()
         self._prune(trainer, ticket)
         strategy.use_freed_memory()
-        rank_zero_info(f"Ticket drawn: {ticket}")
+        rank_zero_info(
+            f"Ticket drawn after {ticket.step} steps: {ticket.sparsity:.1%} of the "
+            f"{ticket.counts[1]:,} entries of {len(ticket.masks)} weights are pruned."
+        )
         self._warn_of_emptied(ticket)
         self._warn_of_imbalance(ticket, stages)
 
@@ -178,18 +207,17 @@ class WeightPruning(TicketCallback):
         strategy = strategy_of(trainer)
         mine = most_cautious(filter(None, (this_processor(), self._processor)))
         self._processor = most_cautious(all_gather(mine, strategy.world_group))
-        backend = Backend("auto" if self.compute == "samo" else self.compute, self._processor)
-        policy = self._policy(trainer, ticket, backend)
-        strategy.sparsify(ticket.part(strategy.held_parameters()), policy, backend)
+        backend = Backend(self.compute, self._processor)
+        if self.compute == "auto" and self._copy_pays(trainer, ticket, backend):
+            backend = Backend("samo", self._processor)
+        strategy.sparsify(ticket.part(strategy.held_parameters()), backend)
 
-    def _policy(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> Policy:
-        if self.compute != "auto":
-            return "samo" if self.compute == "samo" else "sparse"
+    def _copy_pays(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> bool:
         strategy = strategy_of(trainer)
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
-        keeps_few = 1 - ticket.sparsity <= min(most_kept(backend, torch.bfloat16).values())
-        return best_policy(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
+        keeps_few = 1 - ticket.sparsity <= min(max_density(backend, torch.bfloat16).values())
+        return copy_pays(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
 
     def _warn_of_emptied(self, ticket: Ticket) -> None:
         share = min(_LITTLE, 1 - ticket.sparsity)

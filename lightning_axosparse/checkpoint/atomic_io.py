@@ -2,8 +2,8 @@
 
 A checkpoint is one file, or a folder to which all stages write at once. In a folder, each stage
 writes a file of ``torch.save`` with its tensors, by name and whole, so they do not depend on the
-grid. The table has everything else: it is the checkpoint with a record in the place of each tensor.
-The first rank puts the folder in its place when all have written.
+grid. The table is the checkpoint with a record in the place of each tensor. The first rank renames
+the folder when all have written.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TABLE = "meta.pt"
 """The file of a folder that has everything but the tensors."""
 
 _WRITTEN_AS = "lightning_axosparse.folder"
-"""The entry of each file with the name under which its folder was written, and no other one."""
+"""The entry of each file with the name under which its folder was written."""
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -54,7 +54,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     A checkpoint is written to a temporary file in the same folder, tensor by tensor, and renamed
     once it is on the disk. A file that is truncated or has changed since raises an error before
-    anything is loaded. Deferred tensors are made while they are written. Folders (sharded
+    anything is loaded. Deferred tensors are computed while they are written. Folders (sharded
     checkpoints) are read, too. Paths that are not local, such as ``s3://bucket/last.ckpt``, are
     read and written by Lightning.
     """
@@ -100,9 +100,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         with reading(path):
             load = _load_folder if path.is_dir() else load_mapped
-            whole: dict[str, Any] = load(path, weights_only)
-            _validate_form(whole)
-        return whole
+            checkpoint: dict[str, Any] = load(path, weights_only)
+            _validate_form(checkpoint)
+        return checkpoint
 
 
 def clear_unfinished_checkpoints(trainer: Trainer) -> None:
@@ -119,11 +119,11 @@ def _validate_form(checkpoint: Any) -> None:
         raise CorruptFileError("it is no Lightning checkpoint: it has no `state_dict`")
     for name, kind in _ENTRIES.items():
         value = checkpoint.get(name, kind())
-        # Files that are made by hand have empty dicts for lists, which Lightning takes, too.
+        # Files that are written by hand have empty dicts for lists, which Lightning accepts, too.
         is_empty = isinstance(value, dict) and not value
         if not (isinstance(value, kind) or is_empty):
-            found = type(value).__name__
-            raise CorruptFileError(f"its `{name}` is a {found}, not a {kind.__name__}")
+            actual = type(value).__name__
+            raise CorruptFileError(f"its `{name}` is a {actual}, not a {kind.__name__}")
 
 
 def local_path(path: Any) -> Path | None:
@@ -134,7 +134,7 @@ def local_path(path: Any) -> Path | None:
 
 
 def _record(tensor: DeferredTensor) -> dict[str, Any]:
-    """What stands for a tensor in the table."""
+    """Return the record of a tensor in the table."""
     return {"format": _FORMAT, "name": tensor.key}
 
 
@@ -142,7 +142,7 @@ def _load_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
     """Read a verified checkpoint, whose weights and optimizer state are mapped into memory."""
     tensors: dict[str, Any] = {}
     first, *others = _files(folder)
-    contents, parts = load_mapped(first, weights_only), [load_mapped(each, True) for each in others]
+    contents, parts = load_mapped(first, weights_only), [load_mapped(file, True) for file in others]
     written_as = contents.pop(_WRITTEN_AS)
     for part in parts:
         if part[_WRITTEN_AS] != written_as:
@@ -156,15 +156,15 @@ def _load_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
             raise CorruptFileError(f"the folder has no tensor {value['name']!r}")
         return tensors[value["name"]]
 
-    whole: dict[str, Any] = tree_map(tensor, contents, is_leaf=_is_record)
-    return whole
+    checkpoint: dict[str, Any] = tree_map(tensor, contents, is_leaf=_is_record)
+    return checkpoint
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of a folder, the table first; no links, which may lead out of it."""
-    found = [folder / _TABLE, *sorted(folder.glob("stage-*.pt"))]
-    files = [file for file in found if file.is_file() and not file.is_symlink()]
-    if len(files) < 2 or files[0] != found[0]:
+    """Return the files of a folder, the table first; no links, which may lead out of it."""
+    candidates = [folder / _TABLE, *sorted(folder.glob("stage-*.pt"))]
+    files = [file for file in candidates if file.is_file() and not file.is_symlink()]
+    if len(files) < 2 or files[0] != candidates[0]:
         raise CorruptFileError(
             f"the folder has no {_TABLE} and stage-0.pt; of a folder of other strategies, make one "
             "file: python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER"
@@ -177,7 +177,7 @@ def _is_record(value: Any) -> bool:
 
 
 def save_folder(checkpoint: dict[str, Any], goal: Path, tensors: StageTensors) -> None:
-    """Write a checkpoint, which the first rank has whole, with deferred tensors.
+    """Write a checkpoint, which the first rank has in full, with deferred tensors.
 
     Collective over the stages of a pipeline. An older folder is unchanged until all have written.
 
@@ -189,17 +189,17 @@ def save_folder(checkpoint: dict[str, Any], goal: Path, tensors: StageTensors) -
             folder = stack.enter_context(replacing_folder(goal))
             leaves = tree_leaves(checkpoint)
             deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
-            own = {name: each for name, each in deferred.items() if name not in tensors.remote}
+            local = {name: t for name, t in deferred.items() if name not in tensors.remote}
             content = tree_map_only(DeferredTensor, _record, checkpoint)
             archive.save({**content, _WRITTEN_AS: folder.name}, folder / _TABLE)
-            tensors.agree((folder, deferred.keys() & tensors.remote))
+            tensors.broadcast((folder, deferred.keys() & tensors.remote))
         else:
-            folder, wanted = tensors.agree(None)
-            own = {name: each for name, each in tensors.offered().items() if name in wanted}
+            folder, wanted = tensors.broadcast(None)
+            local = {name: t for name, t in tensors.offered().items() if name in wanted}
         place = stack.pop_all()
     tensors.forget()
-    errors = gather(_write(own, folder, tensors.group), tensors.group)
-    error = tensors.agree(_put_in_place(place, errors) if tensors.is_first else None)
+    errors = gather(_write(local, folder, tensors.group), tensors.group)
+    error = tensors.broadcast(_put_in_place(place, errors) if tensors.is_first else None)
     if error is not None:
         raise OSError(
             f"'{goal}' was not written: {error}. An older checkpoint of that name is as it was. "
@@ -209,23 +209,24 @@ def save_folder(checkpoint: dict[str, Any], goal: Path, tensors: StageTensors) -
 
 @torch.no_grad()
 def _write(
-    own: dict[str, DeferredTensor], folder: Path, group: dist.ProcessGroup | None
+    tensors: dict[str, DeferredTensor], folder: Path, group: dist.ProcessGroup | None
 ) -> str | None:
-    """Write what this stage has; return why it could not."""
+    """Write the file of this stage; return the error, if any."""
     stage = 0 if group is None else dist.get_rank(group)
     try:
-        archive.save({_WRITTEN_AS: folder.name, "state_dict": own}, folder / f"stage-{stage}.pt")
-    except Exception as error:  # of the system, or of a tensor that is made
+        content = {_WRITTEN_AS: folder.name, "state_dict": tensors}
+        archive.save(content, folder / f"stage-{stage}.pt")
+    except Exception as error:  # of the system, or of a tensor that is computed
         return f"stage {stage}: {without_link(error)}"
     return None
 
 
 def _put_in_place(place: ExitStack, errors: list[str | None]) -> str | None:
-    """End the folder when all stages have written, or could not; return why it is not there."""
+    """Rename the folder if all stages have written it; return the error, if any."""
     try:
         with place:
-            if found := [error for error in errors if error is not None]:
-                raise OSError("; ".join(found))
+            if failures := [error for error in errors if error is not None]:
+                raise OSError("; ".join(failures))
     except OSError as error:
         return without_link(error)
     return None

@@ -1,4 +1,4 @@
-"""Makes one file of a sharded checkpoint, one tensor at a time.
+"""Consolidates a sharded checkpoint into one file, one tensor at a time.
 
 ``python -m lightning_axosparse.checkpoint.consolidate FOLDER [FILE]``
 """

@@ -28,7 +28,7 @@ from lightning_axosparse.support.torch_internals import (
 )
 
 _SMALL = 1024
-"""Tensors of at most so many bytes are gathered with their names."""
+"""Tensors of at most this many bytes are gathered at once, not deferred."""
 
 _END = -1
 
@@ -51,11 +51,11 @@ class StageTensors:
     """The tensors of a checkpoint on the stages that have them.
 
     Every stage calls :meth:`gather` with its part of the checkpoint, as often as there are parts.
-    The first rank gets what the others have as deferred tensors; to make one is to ask its owner
-    for it. Meanwhile the others :meth:`serve`, until the first calls :meth:`end`.
+    The first rank gets the others' tensors deferred: each asks its owner when it is
+    read. Meanwhile the others :meth:`serve`, until the first calls :meth:`end`.
 
     Args:
-        group: the stages of one pipeline, by a function, as a regrid changes them; None for one.
+        group: returns the stages of one pipeline, which a regrid changes; None if there is one.
     """
 
     def __init__(self, group: Callable[[], dist.ProcessGroup | None]) -> None:
@@ -75,26 +75,26 @@ class StageTensors:
         return self.group is None or dist.get_rank(self.group) == 0
 
     def offered(self) -> dict[str, DeferredTensor]:
-        """The larger tensors that this stage has for the first rank, by name."""
+        """Return the larger tensors of this stage that the first rank may ask for, by name."""
         return {tensor.key: tensor for tensor in self._offered}
 
-    def gather(self, mine: Any) -> list[Any]:
+    def gather(self, part: Any) -> list[Any]:
         """Gather the parts of all stages on the first rank; an empty list on the others.
 
         A part is a tree of deferred tensors.
         """
         if self.is_first:
-            mine = tree_map_only(DeferredTensor, _made_if_small, mine)
-            return [mine, *tree_map_only(_Offer, self._deferred, gather(None, self.group)[1:])]
-        gather(tree_map_only(DeferredTensor, self._offer, mine), self.group)
+            part = tree_map_only(DeferredTensor, _computed_if_small, part)
+            return [part, *tree_map_only(_Offer, self._deferred, gather(None, self.group)[1:])]
+        gather(tree_map_only(DeferredTensor, self._offer, part), self.group)
         return []
 
-    def merged(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def gather_entries(self, local: dict[str, Any]) -> dict[str, Any]:
         """Gather the entries of all stages' parts on the first rank; none on the others."""
-        return {name: entry for part in self.gather(mine) for name, entry in part.items()}
+        return {name: entry for part in self.gather(local) for name, entry in part.items()}
 
     def serve(self) -> None:
-        """Send the first rank what it asks for, until it calls :meth:`end`; then drop the rest."""
+        """Send the first rank the tensors it asks for, until it calls :meth:`end`."""
         group = self.group
         assert group is not None
         first, request = dist.get_global_rank(group, 0), torch.empty((), dtype=torch.int64)
@@ -106,19 +106,19 @@ class StageTensors:
         self._offered.clear()
 
     def end(self) -> None:
-        """Let the other stages go on; called by the first rank when it has what it needs."""
+        """Let the other stages continue; called by the first rank when it needs no more tensors."""
         self.forget()
         if self.group is not None:
             for rank in dist.get_process_group_ranks(self.group)[1:]:
                 dist.send(torch.tensor(_END), rank, self.group)
 
     def forget(self) -> None:
-        """Drop what was offered, after all stages have written their own."""
+        """Drop the offered tensors, after all stages have written theirs."""
         self._offered.clear()
         self.remote.clear()
 
-    def agree(self, value: Any) -> Any:
-        """The first rank's value, on all stages."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the first rank's value on all stages."""
         return broadcast_from_first(value, self.group)
 
     def _offer(self, tensor: DeferredTensor) -> Any:
@@ -139,16 +139,16 @@ class StageTensors:
         return tensor
 
 
-def _made_if_small(tensor: DeferredTensor) -> Tensor:
+def _computed_if_small(tensor: DeferredTensor) -> Tensor:
     return tensor.made() if tensor.nbytes <= _SMALL else tensor
 
 
 def gather_model_state(
     split: Sharding, stages: range, tensors: StageTensors, whole_values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Gather the module's state on the first rank, in the key order of the whole module.
+    """Gather the module's state on the first rank, in the key order of the full module.
 
-    ``whole_values`` has, by name, those of parameters of which the module has a part.
+    ``whole_values`` has the full values, by name, of parameters of which the module has a part.
 
     Returns:
         The state, with the same tensor object under all names of a tied parameter, so that files
@@ -157,76 +157,76 @@ def gather_model_state(
     state = split.module.state_dict(keep_vars=True)
     tied = [entry.names for entry in owned_parameters(split.module) if entry.names[0] in state]
     first = {name: names[0] for names in tied for name in names}
-    mine = {
+    local = {
         key: _deferred(f"state_dict.{key}", whole_values.get(key, value))
         for key, value in state.items()
         if first.get(key, key) == key and split.source_of(key) in stages
     }
-    whole = tensors.merged(mine)
-    return {key: whole[first.get(key, key)] for key in state} if whole else {}
+    full = tensors.gather_entries(local)
+    return {key: full[first.get(key, key)] for key in state} if full else {}
 
 
 def gather_remote_tensors(checkpoint: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
-    """Give the first rank's checkpoint the values of tensors that hooks have put into it.
+    """Fill the first rank's checkpoint with the remote tensors that hooks have put into it.
 
-    The stage that has such a tensor has put its values at the same place of its own checkpoint.
+    The stage that has such a tensor has put its values at the same place of its checkpoint.
     """
     leaves = [(path_name(path), leaf) for path, leaf in tree_leaves_with_path(checkpoint)]
     missing = {name for name, leaf in leaves if isinstance(leaf, RemoteTensor)}
-    wanted = tensors.agree(missing)
+    wanted = tensors.broadcast(missing)
     if not wanted:
         return checkpoint
-    mine = {name: _deferred(name, leaf) for name, leaf in leaves if name in wanted - missing}
-    found = tensors.merged(mine)
+    local = {name: _deferred(name, leaf) for name, leaf in leaves if name in wanted - missing}
+    values = tensors.gather_entries(local)
     complete: dict[str, Any] = tree_map_with_path(
-        lambda path, leaf: found.get(path_name(path), leaf), checkpoint
+        lambda path, leaf: values.get(path_name(path), leaf), checkpoint
     )
     return complete
 
 
 def local_model_state(state: Mapping[str, Any], split: Sharding, stages: range) -> dict[str, Any]:
-    """Return the part of a whole module's state that these stages hold."""
+    """Return the part of a full module's state that these stages hold."""
     return {key: value for key, value in state.items() if split.stage_of(key) in (None, *stages)}
 
 
 def gather_shards(
     states: Mapping[str, Mapping[str, Any]],
-    held: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     tensors: StageTensors,
 ) -> dict[str, Mapping[str, Any]]:
-    """Put a stage's optimizer state, of which each replica has a part, together on the first one.
+    """Unshard a stage's optimizer state, of which each replica has a part, on the first one.
 
-    The state is by the names of the parameters, and empty on other replicas.
+    Returns it by the names of the parameters, and an empty dict on other replicas.
     """
-    mine = {
+    local = {
         name: {key: _deferred(f"{key}.{name}", value) for key, value in state.items()}
         for name, state in states.items()
     }
-    parts = tensors.gather(mine)
+    parts = tensors.gather(local)
     if not parts:
         return {}
     return {
         name: {
-            key: _joined(f"{key}.{name}", held[name].shape, [part[name][key] for part in parts])
+            key: _unshard(f"{key}.{name}", parameters[name].shape, [p[name][key] for p in parts])
             for key in state
         }
         for name, state in parts[0].items()
     }
 
 
-def _joined(key: str, shape: torch.Size, parts: Sequence[Any]) -> Any:
-    """A tensor of that shape by its parts, or the number that all replicas have."""
+def _unshard(key: str, shape: torch.Size, parts: Sequence[Any]) -> Any:
+    """Return a tensor of this shape from its parts, or the number that all replicas have."""
     first = parts[0]
     if not isinstance(first, Tensor) or first.shape == shape or not first.shape:
         return first  # among them a number that each replica counts, such as the steps
     if sum(part.numel() for part in parts) != shape.numel():
         return first
 
-    def make() -> Tensor:
+    def concatenate() -> Tensor:
         pieces = [p.made() if isinstance(p, DeferredTensor) else p.cpu() for p in parts]
         return torch.cat(pieces).view(shape)
 
-    return DeferredTensor(key, shape, first.dtype, make)
+    return DeferredTensor(key, shape, first.dtype, concatenate)
 
 
 def gather_optimizer_state(
@@ -239,21 +239,21 @@ def gather_optimizer_state(
     """Gather an optimizer's state on the first rank, dense, in the form of its ``state_dict``.
 
     It includes the master weights of sparse weights whose dtype has fewer bits. ``states`` has the
-    parameters that this rank keeps, and ``sparse`` those of them that are stored sparse. Other
-    stages get an empty dict.
+    state of this rank's parameters, and ``sparse`` those that are stored sparse. Other stages get
+    an empty dict.
     """
     order = [name for group in groups for name in group]
-    mine = {}
+    local = {}
     for name in order:
         state, layout = states.get(name, {}), None
         if name in sparse and name in states:
             layout, state = sparse[name].layout, with_master(sparse[name], state)
         if state:
-            mine[name] = {
+            local[name] = {
                 key: _deferred(f"optimizer_states.{key}.{name}", value, layout)
                 for key, value in state.items()
             }
-    by_name = tensors.merged(mine)
+    by_name = tensors.gather_entries(local)
     if not tensors.is_first:
         return {}
     index = {name: position for position, name in enumerate(order)}
@@ -272,43 +272,43 @@ def gather_optimizer_state(
 def local_optimizer_state(
     state: Mapping[str, Any],
     groups: GroupNames,
-    held: Collection[str],
+    local_names: Collection[str],
     sparse: Mapping[str, OwnedParameter],
 ) -> dict[str, Any]:
-    """Return this rank's part of an optimizer's whole state dict, compressed for sparse weights."""
+    """Return this rank's part of an optimizer's full state dict, compressed for sparse weights."""
     order = [name for group in groups for name in group]
     local = {}
     for index, entry in state["state"].items():
         name = order[index]
-        if name in held:
+        if name in local_names:
             layout = sparse[name].layout if name in sparse else None
-            local[index] = _own(dict(entry), layout)
+            local[index] = _copied(dict(entry), layout)
     return {"state": local, "param_groups": state["param_groups"]}
 
 
-def _own(state: dict[str, Any], layout: Layout | None) -> dict[str, Any]:
-    """A parameter's optimizer state with memory of its own, not that of a mapped file."""
+def _copied(state: dict[str, Any], layout: Layout | None) -> dict[str, Any]:
+    """Return a copy of a parameter's optimizer state, which may be mapped from a file."""
     if layout is not None:
         return compress_state(state, layout)
-    own: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, state)
-    return own
+    copied: dict[str, Any] = tree_map_only(Tensor, Tensor.clone, state)
+    return copied
 
 
 def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
-    """A tensor of this stage as checkpoints hold it, dense; ``layout`` is of the entries it has."""
+    """Return a tensor of this stage, deferred and dense; ``layout`` is that of unpruned values."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, SparseWeight):
-        make = partial(_densified, value.entries, value.dtype, value.kept)
+        make = partial(_densified, value.sparse_layout, value.dtype, value.stored_values)
         return DeferredTensor(name, value.shape, value.dtype, make)
     if layout is not None and value.shape == (layout.nnz,):
         make = partial(_densified, layout, value.dtype, value)
         return DeferredTensor(name, layout.shape, value.dtype, make)
-    own = value.made if isinstance(value, DeferredTensor) else value.detach
-    return DeferredTensor(name, value.shape, value.dtype, own)
+    read = value.made if isinstance(value, DeferredTensor) else value.detach
+    return DeferredTensor(name, value.shape, value.dtype, read)
 
 
-def _densified(layout: Layout, dtype: torch.dtype, kept: Tensor) -> Tensor:
-    if isinstance(kept, DeferredTensor):
-        kept = kept.made()
-    return layout.to(kept.device).densify(kept.detach().to(dtype))
+def _densified(layout: Layout, dtype: torch.dtype, values: Tensor) -> Tensor:
+    if isinstance(values, DeferredTensor):
+        values = values.made()
+    return layout.to(values.device).densify(values.detach().to(dtype))

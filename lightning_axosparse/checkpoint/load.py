@@ -22,7 +22,7 @@ from lightning_axosparse.sparse.module.parameters import (
     OwnedParameter,
     owned_parameters,
     set_values,
-    validate_made,
+    validate_not_deferred,
 )
 from lightning_axosparse.sparse.module.sparse_module import make_sparse
 from lightning_axosparse.sparse.store.formats import layout_of
@@ -30,7 +30,15 @@ from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support import archive
-from lightning_axosparse.support.arguments import MODULE, NONE, PATH, PATTERNS, checked, instance_of
+from lightning_axosparse.support.arguments import (
+    MODULE,
+    NONE,
+    PATH,
+    TEXT,
+    checked,
+    instance_of,
+    list_of,
+)
 from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.troubleshooting import few, see
 
@@ -43,7 +51,7 @@ Skipped = Callable[[str], bool]
     module=MODULE,
     source=PATH | instance_of("a mapping of names to tensors", Mapping),
     ticket=instance_of("a Ticket", Ticket) | PATH | NONE,
-    skip=PATTERNS,
+    skip=list_of("a list of patterns, such as ['head.*']", TEXT),
 )
 def load_sparse(
     module: nn.Module,
@@ -55,18 +63,18 @@ def load_sparse(
 
     The file is mapped into memory and read one tensor at a time, so the dense weights need not fit
     into memory; in that case build the module under ``torch.device("meta")``. The loaded module
-    predicts and trains with any Trainer or none, and only kept entries change. A pruned parameter
-    is a vector: where ``configure_optimizers`` tells matrices by their number of dimensions, use
-    ``AxoSparseStrategy``, which shows it the dense shapes. For a pipeline pass the returned ticket
-    to ``GradualPruning(ticket=...)``, which saves it in checkpoints.
+    predicts and trains with any Trainer or none, and only unpruned entries change. A pruned
+    parameter is a vector: where ``configure_optimizers`` tells matrices by their number of
+    dimensions, use ``AxoSparseStrategy``, which shows it the dense shapes. For a pipeline pass the
+    returned ticket to ``GradualPruning(ticket=...)``, which saves it in checkpoints.
 
     Args:
         module: the model; with ``skip`` it may have parameters that are not in ``source``.
         source: a Lightning checkpoint, a file of a state dict, a ``.safetensors`` file (of
-            :func:`save_safetensors` or dense), or what ``torch.load`` returned for such a file:
+            :func:`save_safetensors` or dense), or the result of ``torch.load`` for such a file:
             call that with ``weights_only=False`` if a checkpoint that you trust holds other
             objects.
-        ticket: the entries to keep, or the ticket's file; None takes the ticket in ``source``.
+        ticket: the ticket, or its file; None takes the ticket in ``source``.
         skip: patterns (as in :mod:`fnmatch`) of names to leave as they are in ``module``, such as
             ``["head.*"]`` for a new head. They may be missing in ``source``, have another shape
             there, or be unknown to ``module``.
@@ -76,7 +84,7 @@ def load_sparse(
 
     Raises:
         FileNotFoundError: if there is no such file.
-        CorruptFileError: if the file is not as it was written, or holds other objects too; nothing
+        CorruptFileError: if the file is not as it was written, or has other objects too; nothing
             has changed then.
         ValueError: for an argument of another type, if the file holds no weights, there is no
             ticket, or for names or shapes that do not fit.
@@ -100,11 +108,11 @@ def load_sparse(
             ": the callback that pruned has it as its `ticket`." + see("checkpoints")
         )
     ticket.validate_shapes(owned)
-    stored = _load_kept(module, owned, state, ticket.masks, skipped)
+    stored = _load_sparse_state(module, owned, state, ticket.masks, skipped)
     return replace(ticket, masks=ticket.part(stored))
 
 
-def _load_kept(
+def _load_sparse_state(
     module: nn.Module,
     owned: Sequence[OwnedParameter],
     state: Mapping[str, Tensor],
@@ -115,32 +123,32 @@ def _load_kept(
 
     At most one masked parameter is dense at a time. Those on the meta device are moved to CPU.
     """
-    made_sparse = []
+    sparse_names = []
     rest = {name for name in state if not skipped(name)}
     for entry in owned:
         masked = next((name for name in entry.names if name in masks), None)
-        validate_made(entry.names[0], entry.parameter)
+        validate_not_deferred(entry.names[0], entry.parameter)
         if masked is None:
             if entry.parameter.is_meta:
                 _replace_parameter(entry, torch.empty_like(entry.parameter, device="cpu"))
         else:
             in_file = next(name for name in entry.names if name in state)
             _store_sparse(entry, state[in_file], masks[masked])
-            made_sparse.append(masked)
+            sparse_names.append(masked)
             rest.difference_update(entry.names)
     _allocate_buffers(module)
     module.load_state_dict({name: state[name] for name in state if name in rest}, strict=False)
     renew_reducers(module)
     load_loops_of(module)
-    return made_sparse
+    return sparse_names
 
 
 def _store_sparse(entry: OwnedParameter, tensor: Tensor, mask: Tensor) -> None:
-    """Set a parameter to the entries of ``tensor`` that ``mask`` keeps."""
+    """Store a parameter sparse, with the unpruned entries of ``tensor``."""
     parameter = entry.parameter
     layout = layout_of(mask.to(tensor.device))
     form = entry.form or DenseForm(parameter.dtype)
-    values = _kept(tensor.detach(), layout).to(form.dtype).to(master_dtype(form.dtype))
+    values = _unpruned_values(tensor.detach(), layout).to(form.dtype).to(master_dtype(form.dtype))
     if parameter.is_meta:
         _replace_parameter(entry, values)
     else:
@@ -150,10 +158,10 @@ def _store_sparse(entry: OwnedParameter, tensor: Tensor, mask: Tensor) -> None:
         make_sparse(owner, attribute, layout, form)
 
 
-def _kept(tensor: Tensor, layout: Layout) -> Tensor:
-    """Return the entries of ``tensor`` that ``layout`` keeps; dense only if it has to be."""
-    if isinstance(tensor, SparseWeight) and tensor.entries.same_entries(layout):
-        return tensor.kept_values().clone()
+def _unpruned_values(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return the unpruned entries of ``tensor``, which stays sparse if its layout is the same."""
+    if isinstance(tensor, SparseWeight) and tensor.sparse_layout.same_entries(layout):
+        return tensor.unpruned_values().clone()
     return layout.compress(tensor)
 
 
@@ -192,7 +200,7 @@ def _validate_names(
         ],
     }
     messages = [
-        f"{what} {few(list(map(repr, names)))}." for what, names in problems.items() if names
+        f"{problem} {few(list(map(repr, names)))}." for problem, names in problems.items() if names
     ]
     if messages:
         raise ValueError(
@@ -205,7 +213,7 @@ def _validate_names(
 def _validate_shapes(module: nn.Module, state: Mapping[str, Tensor], skipped: Skipped) -> None:
     """Check that the tensors in the file have the shapes of those in the module.
 
-    It comes before any is made, as what a file declares may be larger than the memory.
+    It runs before any is read, as the shapes in a file may be larger than the memory.
     """
     shapes = (
         state.shapes
@@ -220,10 +228,10 @@ def _validate_shapes(module: nn.Module, state: Mapping[str, Tensor], skipped: Sk
     for name in state:
         shape = shapes.get(name)
         if name in expected and expected[name] != shape and not skipped(name):
-            found = "no tensor" if shape is None else f"shape {tuple(shape)}"
+            actual = "no tensor" if shape is None else f"shape {tuple(shape)}"
             raise ValueError(
-                f"'{name}' has {found} in the file, {tuple(expected[name])} in the module. Skip it "
-                f"(`skip=['{name}']`), or load into the model that it was saved from."
+                f"'{name}' has {actual} in the file, {tuple(expected[name])} in the module. Skip "
+                f"it (`skip=['{name}']`), or load into the model that it was saved from."
                 + see("checkpoints")
             )
 

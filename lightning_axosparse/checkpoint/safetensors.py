@@ -1,10 +1,10 @@
 """Writes and reads a module's weights as safetensors, sparse or dense, one tensor at a time.
 
-Sparse ones are kept entries and their positions. Positions are stored as the distances between kept
-entries, one byte each, and values byte plane by byte plane. Both are compressed with Huffman codes:
+Sparse weights are stored as values and positions: values byte plane by byte plane, positions as the
+distances between unpruned entries, one byte each. Both are compressed with Huffman codes:
 deflate without its search for repetitions, which finds none here. For random masks the distances
-come within 1-2 % of their entropy, as Golomb codes would; the exponents of what magnitude pruning
-keeps take about two bits.
+come within 1-2 % of their entropy, as Golomb codes would; the exponents of values after magnitude
+pruning take about two bits.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ _CODES = {
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}
 
 _ESCAPE = 255
-"""A byte of distance that means this many pruned entries and no kept entry after them."""
+"""A byte of distance that means this many pruned entries and no unpruned entry after them."""
 
 
 @checked(ValueError, module=MODULE, path=PATH, sparse=BOOL)
 def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -> None:
-    """Write the state of ``module`` to a safetensors file; at most one tensor of it is made dense.
+    """Write the state of ``module`` to a safetensors file; materialize one tensor at a time.
 
     Args:
         module: the model; some of its parameters may be stored sparse.
         path: the file.
-        sparse: write sparsely stored parameters as their kept entries and encoded positions, for
+        sparse: write sparsely stored parameters as unpruned values and encoded positions, for
             :func:`lightning_axosparse.load_sparse`. Otherwise the file is dense and every reader of
             safetensors can load it.
 
@@ -88,11 +88,11 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
             raise ValueError(
                 f"'{name}' is of {kind}; safetensors cannot hold it." + see("checkpoints")
             )
-        first = first_names.setdefault(id(getattr(value, "entries", value)), name)
+        first = first_names.setdefault(id(getattr(value, "sparse_layout", value)), name)
         if first != name:
             metadata[name] = first  # tied: as safetensors.torch.save_model notes it
         elif sparse and isinstance(value, SparseWeight):
-            index, values = encoded(value.kept_values(), value.entries.mask())
+            index, values = encode(value.unpruned_values(), value.sparse_layout.mask())
             tensors[f"{name}.index"], tensors[f"{name}.values"] = index, values
             dtype = str(value.dtype).removeprefix("torch.")
             described[name] = {"shape": list(value.shape), "dtype": dtype}
@@ -106,8 +106,8 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
 class SafetensorsState(Mapping[str, Tensor]):
     """The state in a safetensors file, by name; tensors are read on access.
 
-    Sparse ones have the dense shape and store only their kept entries. A file of
-    :func:`save_safetensors` is read once before, a block at a time, to verify its checksum.
+    Sparse ones are a :class:`SparseWeight` of the dense shape. A file of :func:`save_safetensors`
+    is read once before, a block at a time, to verify its checksum.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -117,8 +117,8 @@ class SafetensorsState(Mapping[str, Tensor]):
             self._file = safe_open(path, framework="pt")
             metadata = dict(self._file.metadata() or {})
             self._described = {
-                name: (stored_shape(said["shape"], repr(name)), _DTYPES[said["dtype"]])
-                for name, said in json.loads(metadata.pop(_KEY, "{}")).items()
+                name: (stored_shape(entry["shape"], repr(name)), _DTYPES[entry["dtype"]])
+                for name, entry in json.loads(metadata.pop(_KEY, "{}")).items()
             }
             parts = {f"{name}.{part}" for name in self._described for part in ("index", "values")}
             names: list[str] = self._file.keys()
@@ -143,14 +143,14 @@ class SafetensorsState(Mapping[str, Tensor]):
     def mask(self, name: str) -> Tensor:
         """Return the mask of one of the ``sparse`` tensors."""
         with reading(self._path):
-            return decoded_mask(self._file.get_tensor(f"{name}.index"), self._shape(name))
+            return decode_mask(self._file.get_tensor(f"{name}.index"), self._shape(name))
 
     def __getitem__(self, name: str) -> Tensor:
         first = self._first[name]
         if first in self._described:
             mask, (_, dtype) = self.mask(first), self._described[first]
             with reading(self._path):
-                return decoded(self._file.get_tensor(f"{first}.values"), mask, dtype)
+                return decode(self._file.get_tensor(f"{first}.values"), mask, dtype)
         tensor: Tensor = self._file.get_tensor(first)
         return tensor
 
@@ -165,7 +165,7 @@ class SafetensorsState(Mapping[str, Tensor]):
 
 
 def _write(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file; each tensor is made dense and copied to CPU just before its write.
+    """Write a safetensors file; each tensor is materialized on CPU just before its write.
 
     The library's own writer takes all of them in memory at once.
     """
@@ -209,19 +209,19 @@ def _check(path: str | Path) -> None:
         head = file.read(8 + length)
         if b"lightning_axosparse." not in head:
             return  # of another writer, without a checksum
-        found = re.search(rb'"%s": "([0-9a-f]{8})"' % re.escape(_CHECKSUM).encode(), head)
-        if found is None:
+        match = re.search(rb'"%s": "([0-9a-f]{8})"' % re.escape(_CHECKSUM).encode(), head)
+        if match is None:
             raise CorruptFileError("its checksum is missing, as in files of older versions")
-        unsummed = head[: found.start(1)] + _UNSUMMED.encode() + head[found.end(1) :]
+        unsummed = head[: match.start(1)] + _UNSUMMED.encode() + head[match.end(1) :]
         checksum = crc32(unsummed)
         while block := file.read(_BLOCK):
             checksum = crc32(block, checksum)
-        if found[1] != b"%08x" % checksum:
+        if match[1] != b"%08x" % checksum:
             raise CorruptFileError("its checksum does not match its content")
 
 
-def encoded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode kept entries of shape ``(nnz,)``, in the order of the flattened bool mask.
+def encode(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Encode unpruned values, of shape ``(nnz,)``, and their positions in the bool mask.
 
     Returns:
         The positions and the values, as rows of bytes.
@@ -232,21 +232,21 @@ def encoded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return _deflate([_distances(mask)]), _deflate([plane.copy() for plane in planes])
 
 
-def decoded_mask(index: Tensor, shape: torch.Size) -> Tensor:
+def decode_mask(index: Tensor, shape: torch.Size) -> Tensor:
     """Return the bool mask of a dense ``shape`` from its encoded positions, on CPU."""
     entries = shape.numel()
     steps = np.frombuffer(_inflate(index, entries), np.uint8)
     ends = steps != _ESCAPE
-    kept = np.cumsum(steps, dtype=np.int64)[ends] + np.arange(int(ends.sum()))
-    if kept.size and kept[-1] >= entries:
+    positions = np.cumsum(steps, dtype=np.int64)[ends] + np.arange(int(ends.sum()))
+    if positions.size and positions[-1] >= entries:
         raise CorruptFileError("an encoded tensor keeps entries that its shape does not have")
     mask = np.zeros(entries, dtype=np.bool_)
-    mask[kept] = True
+    mask[positions] = True
     return torch.from_numpy(mask).view(shape)
 
 
-def decoded(values: Tensor, mask: Tensor, dtype: torch.dtype) -> SparseWeight:
-    """Return a tensor with the dense shape that stores only its kept entries; on CPU."""
+def decode(values: Tensor, mask: Tensor, dtype: torch.dtype) -> SparseWeight:
+    """Return the sparse weight of encoded values, on CPU."""
     size = int(mask.count_nonzero()) * dtype.itemsize
     planes = np.frombuffer(_inflate(values, size), np.uint8)
     if planes.size != size:
@@ -256,17 +256,17 @@ def decoded(values: Tensor, mask: Tensor, dtype: torch.dtype) -> SparseWeight:
 
 
 def _distances(mask: Tensor) -> np.ndarray[Any, Any]:
-    """Return the number of pruned entries before each kept one, as bytes that add up to it."""
-    kept = np.flatnonzero(mask.detach().cpu().numpy())
-    distances = np.diff(kept, prepend=-1) - 1
+    """Return the number of pruned entries before each unpruned one, as bytes that add up to it."""
+    positions = np.flatnonzero(mask.detach().cpu().numpy())
+    distances = np.diff(positions, prepend=-1) - 1
     escapes = distances // _ESCAPE
-    coded = np.full(int(escapes.sum()) + len(kept), _ESCAPE, np.uint8)
-    coded[np.cumsum(escapes) + np.arange(len(kept))] = distances % _ESCAPE
+    coded = np.full(int(escapes.sum()) + len(positions), _ESCAPE, np.uint8)
+    coded[np.cumsum(escapes) + np.arange(len(positions))] = distances % _ESCAPE
     return coded
 
 
 def _deflate(parts: Sequence[np.ndarray[Any, Any]]) -> Tensor:
-    """Compress bytes, each part with a code table of its own; uint8."""
+    """Compress bytes, with a code table for each part; uint8."""
     coder = zlib.compressobj(strategy=zlib.Z_HUFFMAN_ONLY, memLevel=9)
     code = bytearray()  # memory that torch may write to
     for part in parts:
@@ -281,7 +281,7 @@ def _inflate(code: Tensor, limit: int) -> bytes:
     Huffman code has at least one bit, so nothing becomes more than eight times as large.
     """
     if code.dtype != torch.uint8 or code.dim() != 1:
-        raise CorruptFileError("what encodes a tensor is not a row of bytes")
+        raise CorruptFileError("an encoded tensor is not a row of bytes")
     decoder, limit = zlib.decompressobj(), min(limit, 8 * code.numel())
     try:
         content = decoder.decompress(code.numpy().data, limit + 1)  # 0 would set no limit

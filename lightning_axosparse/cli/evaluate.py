@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import hydra
 import lightning as L
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
+from axosparse_commands.overrides import configuration
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
-    configuration,
     prepare,
     refusing,
     validate_trainer,
@@ -67,6 +68,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     L.seed_everything(config.seed)
     data = instantiate(config.data)
     model, unloaded = restored(config.model, source)
+    _validate_context(model, data)
     trainer: L.Trainer = instantiate(
         config.trainer, logger=[instantiate(logger) for logger in config.logger.values()]
     )
@@ -82,6 +84,46 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         (folder / METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
         show(config, metrics, model)
     return metrics
+
+
+def with_data_of_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Return the configuration with the data of the run in whose folder ``checkpoint`` lies.
+
+    Only values are taken, and only those that the command line does not name: ``config`` alone
+    says what is called.
+    """
+    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    source = Path(OmegaConf.select(config, "checkpoint", default=""))
+    recorded = [folder / ".hydra" / "config.yaml" for folder in source.absolute().parents[:2]]
+    file = next((path for path in recorded if path.is_file()), None)
+    if file is None or "data" in given:
+        return config
+    run = OmegaConf.load(file)
+    assert isinstance(run, DictConfig)
+    run.folder = str(file.parents[1])
+    values: Any = OmegaConf.to_container(run.get("data", OmegaConf.create()), resolve=True)
+    target = values.pop("_target_", None)
+    if target != config.data.get("_target_", target):
+        raise ValueError(
+            f"The run in '{file.parents[1]}' had other data, {target}: give data=text, data=images "
+            f"or data=own data._target_=NAME." + see("commands")
+        )
+    _validate_plain(values, file, "data")
+    merged = config.copy()
+    for name, value in values.items():
+        if f"data.{name}" not in given:
+            OmegaConf.update(merged, f"data.{name}", value, force_add=True)
+    return merged
+
+
+def _validate_context(model: L.LightningModule, data: L.LightningDataModule) -> None:
+    """Check that the model has a position for each token of a window, where both have a context."""
+    longest, context = getattr(model, "context", None), getattr(data, "context", None)
+    if isinstance(longest, int) and isinstance(context, int) and context > longest:
+        raise ValueError(
+            f"The windows of data.context={context} are longer than the model's context, "
+            f"{longest}: give data.context={longest}." + see("commands")
+        )
 
 
 def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path | None]:
@@ -126,8 +168,8 @@ def _validate_plain(value: Any, source: Path, place: str = "hyper_parameters") -
         parts = dict(enumerate(value))
     if found is not None:
         raise ValueError(
-            f"'{source}' has {found} in {place}: {shown(value)}. Hyperparameters of a file are "
-            "values; what is called, and what is looked up, the configuration alone says. "
+            f"'{source}' has {found} in {place}: {shown(value)}. Settings in a file are values; "
+            "what is called, and what is looked up, the configuration alone says. "
             "Evaluate a .safetensors file of the weights, which has none." + see("commands")
         )
     for key, part in parts.items():
@@ -146,14 +188,14 @@ def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
 
 def main() -> None:
     """Run the command."""
-    prepare("axosparse-eval")
+    prepare()
     _main()
 
 
 @hydra.main(version_base="1.3", config_path=str(configuration()), config_name="eval")
 def _main(config: DictConfig) -> None:
     with refusing("axosparse-eval"):
-        evaluate(config)
+        evaluate(with_data_of_run(config, HydraConfig.get().overrides.task))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.support.files import replacing
+from lightning_axosparse.support.files import CorruptFileError, replacing
 from lightning_axosparse.support.troubleshooting import see
 
 RESULT = "result.jsonl"
@@ -33,7 +33,8 @@ Status = Literal["finished", "failed", "not finished"]
 class Job:
     """One run of ``axosparse-train``, in a sweep or alone: its folder, and what is read there.
 
-    ``config`` is not resolved; ``error`` is the message of a job that has failed.
+    ``config`` is not resolved; ``error`` is the message of a job that has failed, or whose result
+    is damaged.
     """
 
     folder: Path
@@ -49,15 +50,13 @@ class Job:
         hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.overrides
         config = OmegaConf.load(folder / ".hydra" / "config.yaml")
         assert isinstance(config, DictConfig)
-        result, error = folder / RESULT, folder / _ERROR
-        return cls(
-            folder,
-            config,
-            list(hydra.task),
-            list(hydra.hydra),
-            RunResult.load(result) if result.exists() else None,
-            error.read_text() if error.exists() else None,
-        )
+        result = None
+        error = (folder / _ERROR).read_text() if (folder / _ERROR).exists() else None
+        try:
+            result = RunResult.load(folder / RESULT) if (folder / RESULT).exists() else None
+        except CorruptFileError as damage:
+            error = str(damage)
+        return cls(folder, config, list(hydra.task), list(hydra.hydra), result, error)
 
     @property
     def status(self) -> Status:

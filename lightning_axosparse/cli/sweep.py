@@ -5,13 +5,11 @@ Finished jobs are grouped into points, an arm at a ratio, for tables and curves.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
+from axosparse_commands.arguments import sweep as arguments_of_sweep
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.tables import Section
 from lightning_axosparse.cli.job import Job, command, jobs_in
@@ -344,17 +343,8 @@ class GatherResults(Callback):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(
-        prog="axosparse-sweep",
-        description="Gather the results of a sweep in its folder: sweep.csv, pictures, and "
-        "sweep.html, which stands alone. Jobs that failed are listed with their commands.",
-    )
-    says = f"%(prog)s {version('lightning-axosparse')}"
-    parser.add_argument("--version", action="version", version=says)
-    parser.add_argument("folder", type=Path, help="hydra.sweep.dir of axosparse-train -m")
+    parser = arguments_of_sweep()
     folder: Path = parser.parse_args(arguments).folder
-    if not folder.is_dir():
-        parser.error(f"'{folder}' is not a folder")
     jobs = gather(folder)
     if not jobs:
         parser.exit(1, f"No job has begun in '{folder}'.\n")

@@ -9,7 +9,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -26,6 +25,7 @@ from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 from typing_extensions import override
 
+from axosparse_commands.overrides import configuration
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.callbacks.report.tables import sections, terminal
@@ -76,13 +76,6 @@ OmegaConf.register_new_resolver(
     "grids", lambda ranks: ",".join(map(str, divisors(ranks))), replace=True
 )
 OmegaConf.register_new_resolver("per_replica", per_replica, replace=True)
-
-
-def configuration() -> Path:
-    """Return the folder ``conf``: inside an installed package, beside the package in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "conf"
-    return inside if inside.is_dir() else package.parent / "conf"
 
 
 class RunFolder(Callback):
@@ -189,15 +182,12 @@ def printable(text: str) -> str:
 
 def main() -> None:
     """Run the command."""
-    prepare("axosparse-train")
+    prepare()
     _main()
 
 
-def prepare(command: str) -> None:
-    """Say the version, if that is all that is asked for; let ranks be as quiet as this process."""
-    if sys.argv[1:] == ["--version"]:  # Hydra would say its own.
-        print(command, version("lightning-axosparse"))
-        sys.exit()
+def prepare() -> None:
+    """Let ranks be as quiet as this process, and find modules of the working folder."""
     # Lightning 2.6 asks torch's pytrees in a way that torch 2.13 warns of, once a process.
     os.environ.setdefault(
         "PYTHONWARNINGS", "ignore::FutureWarning:lightning.pytorch.utilities._pytree"

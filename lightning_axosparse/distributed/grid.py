@@ -56,14 +56,15 @@ class Grid:
             )
         if self.g_tensor < 1 or self.world_size % self._ranks_per_replica:
             raise MisconfigurationException(
-                f"g_tensor={self.g_tensor} ranks for each of g_inter={self.g_inter} stages do not "
-                f"divide the world of {self.world_size} rank(s). Choose g_tensor from "
-                f"{divisors(self.world_size // self.g_inter)}, or change `devices`." + see("grid")
+                f"tensor_parallel={self.g_tensor} ranks for each of g_inter={self.g_inter} stages "
+                f"do not divide the world of {self.world_size} rank(s). Choose tensor_parallel "
+                f"from {divisors(self.world_size // self.g_inter)}, or change `devices`."
+                + see("grid")
             )
         if self.g_expert < 1 or self.g_data % self.g_expert:
             raise MisconfigurationException(
-                f"g_expert={self.g_expert} ranks, over which the experts of a stage are spread, do "
-                f"not divide g_data={self.g_data} replicas. Choose g_expert from "
+                f"expert_parallel={self.g_expert} ranks, over which the experts of a stage are "
+                f"spread, do not divide g_data={self.g_data} replicas. Choose expert_parallel from "
                 f"{divisors(self.g_data)}, or change `devices`." + see("grid")
             )
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from lightning_axosparse.support.arguments import (
-    BYTES,
     COUNT,
     INDEX,
     NONE,
@@ -24,6 +23,7 @@ from lightning_axosparse.support.arguments import (
     SEED,
     checked,
     number,
+    whole,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -156,7 +156,7 @@ class TextDataModule(SplitDataModule):
         batch_size=COUNT,
         held_out=HELD_OUT,
         max_held_out=COUNT | NONE,
-        max_bytes=BYTES | NONE,
+        max_bytes=whole(1, 2**63 - 1) | NONE,
         seed=SEED,
         num_workers=INDEX,
     )

@@ -1,4 +1,4 @@
-"""Describes what a model costs (work, memory, messages) and how fast a cluster is."""
+"""Describes the costs of a model (work, memory, messages) and the speed of a cluster."""
 
 from __future__ import annotations
 
@@ -14,57 +14,56 @@ _BLOCK_ENTRIES, _SEGMENT_ENTRIES = 4096, 256
 class Storage:
     """Bytes of one weight's state: the weight, its gradient, optimizer state and index.
 
-    With the fraction f of the weights kept and an index of i bytes per kept weight, it takes
+    At a density f of the weights and with an index of i bytes per unpruned weight, they are
 
-    | policy | float32 | bf16-mixed, 16-mixed | bf16-true |
+    | compute | float32 | bf16-mixed, 16-mixed | bf16-true |
     | --- | --: | --: | --: |
-    | dense, Adam | 16 | 16 | 8 |
-    | sparse | (16 + i) f | (16 + i) f | (16 + i) f |
+    | dense weights, Adam | 16 | 16 | 8 |
+    | all but samo | (16 + i) f | (16 + i) f | (16 + i) f |
     | samo | (16 + i) f + 4 | (16 + i) f + 2 | (16 + i) f + 2 |
 
     where 16 is a float32 master value, its gradient and the two moments of Adam. SAMO's own figure
     is 24 f + 2 against 20 (Singh & Bhatele, IPDPS 2023): i = 4, a 16-bit gradient beside the
-    float32 one (2 f), and a 16-bit copy of the kept values while weights are made dense (2 f); here
-    are neither.
+    float32 one (2 f), and a 16-bit copy of the unpruned values while weights are materialized (2
+    f); here are neither.
 
     Temporary memory is not counted: the dense matrix of one operator, 16-bit copies of weights
     under autocast, buffers of messages and of the all-reduce.
 
     Attributes:
         per_weight: bytes per weight, pruned or not.
-        per_kept: further bytes per kept weight.
-        gradient: bytes of a kept weight's gradient in the data-parallel all-reduce.
-        optimizer: bytes of a kept weight's optimizer state, which are among ``per_kept``.
+        per_unpruned: further bytes per unpruned weight.
+        gradient: bytes of an unpruned weight's gradient in the data-parallel all-reduce.
+        optimizer: bytes of an unpruned weight's optimizer state, which are among ``per_unpruned``.
         fixed: bytes per device, independent of the number of weights.
     """
 
     per_weight: float
-    per_kept: float
+    per_unpruned: float
     gradient: float
     optimizer: float = 0.0
     fixed: float = 0.0
 
-    def divided(self, replicas: int) -> Storage:
-        """What a replica stores if that many replicas divide the optimizer's state (ZeRO 1)."""
-        share = self.optimizer / replicas
-        return replace(self, per_kept=self.per_kept - self.optimizer + share, optimizer=share)
+    def sharded(self, replicas: int) -> Storage:
+        """Return the storage of one of the replicas that shard the optimizer state (ZeRO 1)."""
+        shard = self.optimizer / replicas
+        per_unpruned = self.per_unpruned - self.optimizer + shard
+        return replace(self, per_unpruned=per_unpruned, optimizer=shard)
 
     def state_bytes(self, weights: Numbers, pruning_ratio: float) -> Numbers:
         """Return the bytes of state of ``weights`` weights, ``pruning_ratio`` of them pruned."""
-        return weights * (self.per_weight + (1 - pruning_ratio) * self.per_kept) + self.fixed
+        return weights * (self.per_weight + (1 - pruning_ratio) * self.per_unpruned) + self.fixed
 
     def reduced_bytes(self, weights: Numbers, pruning_ratio: float) -> Numbers:
         """Return the bytes that the data-parallel all-reduce sends for ``weights`` weights."""
         return weights * (1 - pruning_ratio) * self.gradient
 
 
-DENSE = Storage(per_weight=0, per_kept=16, gradient=4, optimizer=8)
+DENSE = Storage(per_weight=0, per_unpruned=16, gradient=4, optimizer=8)
 """Float32 weights with their gradients and the two moments of Adam."""
 
-SPARSE = Storage(
-    per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_kept=16 + 1, gradient=4, optimizer=8
-)
-"""Policy "sparse" in the index format "segments": one byte of index per kept weight, two per
+SPARSE = replace(DENSE, per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_unpruned=16 + 1)
+"""Unpruned values in the index format "segments": one byte of index per unpruned weight, two per
 segment."""
 
 
@@ -81,7 +80,7 @@ class LayerCosts:
         activation_bytes: bytes of activations saved for the backward pass.
         output_bytes: bytes of the output, which the next stage receives.
         expert_weights: number of those weights that belong to experts; empty where there are none.
-        token_bytes: bytes of all tokens with their experts, as each is sent once for each of these.
+        token_bytes: bytes of all tokens, each as often as it has experts.
         shared_bytes: bytes that ranks which share a layer all-reduce in its forward pass, and as
             many in its backward pass; of an all-gather, half of its bytes.
         split_activation_bytes: the part of ``activation_bytes`` that is divided among such ranks.
@@ -117,8 +116,8 @@ class Transformer:
         sequence: tokens per sample.
         vocabulary: size of the vocabulary.
         itemsize: bytes of one activation value.
-        experts: multi-layer perceptrons of a block, of which each token goes to some.
-        chosen: how many these are.
+        experts: multi-layer perceptrons of a block.
+        top_k: the number of experts per token.
     """
 
     layers: int
@@ -128,7 +127,7 @@ class Transformer:
     vocabulary: int
     itemsize: int = 2
     experts: int = 1
-    chosen: int = 1
+    top_k: int = 1
 
     @property
     def layer_weights(self) -> int:
@@ -147,13 +146,13 @@ class Transformer:
 
     @property
     def weights(self) -> int:
-        """Weights of the whole model."""
+        """Weights of the full model."""
         return self.layers * self.layer_weights + self.embedding_weights
 
     @property
     def layer_flops(self) -> float:
         """Floating-point operations of a block's forward pass on one sample."""
-        with_weights = (8 + 16 * self.chosen) * self.width**2 * self.sequence
+        with_weights = (8 + 16 * self.top_k) * self.width**2 * self.sequence
         return with_weights + 4 * self.sequence**2 * self.width
 
     @property
@@ -173,35 +172,35 @@ class Transformer:
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
         sbh (34 + 5as/h) bytes with 16-bit values, of which the perceptron saves 19.
         """
-        shared = (7 + 3 * self.chosen) * self.width * self.sequence * self.itemsize / 2
+        shared = (7 + 3 * self.top_k) * self.width * self.sequence * self.itemsize / 2
         return shared + self.split_activation_bytes
 
     @property
     def split_activation_bytes(self) -> float:
         """The part divided among ranks that share the block: sb (24h + 5as) of a dense one."""
-        per_token = (8 + 16 * self.chosen) * self.width + 5 * self.heads * self.sequence
+        per_token = (8 + 16 * self.top_k) * self.width + 5 * self.heads * self.sequence
         return self.sequence * per_token * self.itemsize / 2
 
     @property
     def costs(self) -> LayerCosts:
         """The costs of the blocks; the last block's include the head."""
 
-        def each(cost: float) -> tuple[float, ...]:
+        def per_block(cost: float) -> tuple[float, ...]:
             return (cost,) * self.layers
 
-        forward = (*each(self.layer_flops)[1:], self.layer_flops + self.head_flops)
+        forward = (*per_block(self.layer_flops)[1:], self.layer_flops + self.head_flops)
         return LayerCosts(
             forward=forward,
             backward=tuple(2 * flops for flops in forward),
-            recomputed=each(self.layer_flops),
-            weights=each(self.layer_weights),
-            activation_bytes=each(self.layer_activation_bytes),
-            output_bytes=each(self.message_bytes),
-            expert_weights=each(self.expert_weights if self.experts > 1 else 0),
-            token_bytes=each(self.chosen * self.message_bytes if self.experts > 1 else 0),
+            recomputed=per_block(self.layer_flops),
+            weights=per_block(self.layer_weights),
+            activation_bytes=per_block(self.layer_activation_bytes),
+            output_bytes=per_block(self.message_bytes),
+            expert_weights=per_block(self.expert_weights if self.experts > 1 else 0),
+            token_bytes=per_block(self.top_k * self.message_bytes if self.experts > 1 else 0),
             # After attention, and after the perceptron; results of experts are gathered.
-            shared_bytes=each((1.5 if self.experts > 1 else 2) * self.message_bytes),
-            split_activation_bytes=each(self.split_activation_bytes),
+            shared_bytes=per_block((1.5 if self.experts > 1 else 2) * self.message_bytes),
+            split_activation_bytes=per_block(self.split_activation_bytes),
             outside_weights=self.embedding_weights,
             loss_bytes=self.sequence * self.vocabulary * 4.0,
         )
@@ -246,7 +245,7 @@ class Cluster:
         return Wire(self.network.latency, bandwidth)
 
     def exchange(self, apart: int, ranks: int) -> Wire:
-        """Return what a rank has for exchanges with a group of ranks that are so far apart."""
+        """Return a rank's link to the others of a group, whose rank numbers are ``apart``."""
         if apart * ranks <= self.devices_per_node:
             return self.node
         bandwidth = min(self.node.bandwidth, self.network.bandwidth / self.devices_per_node)

@@ -29,7 +29,7 @@ class Workload:
         pruning_ratio: fraction of the weights that are pruned.
         recompute: whether layers use activation checkpointing.
         overhead: time that sparse storage adds to a pass, as a fraction of the pass.
-        shard_optimizer: whether replicas divide the optimizer's state.
+        shard_optimizer: whether replicas shard the optimizer's state.
         g_expert: over how many replicas experts may be spread.
         g_tensor: how many ranks may share the layers of a stage.
         splits_experts: whether these ranks divide experts, too; otherwise they have the same ones.
@@ -79,7 +79,7 @@ class Plan:
 def search(workload: Workload, best: int = 10) -> list[Plan]:
     """Return the fastest plans of a workload, at most ``best``, fastest first.
 
-    A ValueError says what the smallest choice needs if nothing fits into memory.
+    A ValueError reports the memory of the smallest choice if nothing fits.
     """
     estimates = [_StepEstimate(workload, choice) for choice in _choices(workload)]
     if not estimates:
@@ -131,7 +131,7 @@ def _choices(workload: Workload) -> Iterator[Choice]:
             limits = {g_inter, 2 * g_inter} if g_inter > 1 else {1}
             for in_flight in {min(limit, microbatches) for limit in limits}:
                 yield Choice(g_inter, microbatch, in_flight, g_tensor=g_tensor)
-            for g_expert in (each for each in workload.g_expert if each > 1):
+            for g_expert in (size for size in workload.g_expert if size > 1):
                 if devices // replica % g_expert == 0:
                     # Backward passes begin when all forward passes have run.
                     yield Choice(g_inter, microbatch, microbatches, g_expert, g_tensor)
@@ -150,7 +150,8 @@ class _StepEstimate:
         seconds = choice.microbatch * (1 + workload.overhead) / cluster.speed / g_tensor
         recomputed = workload.recompute * _sums(layers.recomputed, parts)
         # Recomputation exchanges nothing a second time.
-        self._exchange = exchange = self._tokens(workload, parts) + self._shared(workload, parts)
+        exchange = self._token_exchange(workload, parts) + self._layer_all_reduce(workload, parts)
+        self._exchange = exchange
         self._forward: Seconds = seconds * _sums(layers.forward, parts) + exchange
         self._backward: Seconds = seconds * (_sums(layers.backward, parts) + recomputed) + exchange
         experts, g_expert = _sums(layers.expert_weights, parts), choice.g_expert
@@ -166,10 +167,10 @@ class _StepEstimate:
         messages = 1.5 if workload.shard_optimizer else 1.0
         state, self._all_reduce = np.full(stages, storage.fixed), np.zeros(stages)
         for weights, replicas in ((others, self._g_data), (experts, same_experts)):
-            kept = replace(storage, fixed=0.0)
+            per_rank = replace(storage, fixed=0.0)
             if workload.shard_optimizer:
-                kept = kept.divided(replicas)
-            state = state + kept.state_bytes(weights, ratio)
+                per_rank = per_rank.sharded(replicas)
+            state = state + per_rank.state_bytes(weights, ratio)
             reduced = messages * storage.reduced_bytes(weights, ratio)
             duration = ring_all_reduce(reduced, replicas, ring.bandwidth, ring.latency)
             self._all_reduce += np.where(weights > 0, duration, 0.0)
@@ -179,29 +180,29 @@ class _StepEstimate:
         self._message_bytes = choice.microbatch * max(sent, default=0.0)
         self._wires = cluster.wires(stages)
 
-    def _tokens(self, workload: Workload, parts: Sequence[range]) -> Seconds:
-        """Seconds of a pass in which tokens go to their experts and come back."""
+    def _token_exchange(self, workload: Workload, parts: Sequence[range]) -> Seconds:
+        """Return the seconds of a pass in which tokens go to their experts and come back."""
         choice, g_expert = self.choice, self.choice.g_expert
         link = workload.cluster.exchange(choice.g_inter * choice.g_tensor, g_expert)
         share = choice.microbatch / choice.g_tensor * (g_expert - 1) / g_expert
         moved = _sums(workload.layers.token_bytes, parts) * share
         return 2 * np.where(moved > 0, link.latency + moved / link.bandwidth, 0.0)
 
-    def _shared(self, workload: Workload, parts: Sequence[range]) -> Seconds:
-        """Seconds of a pass in which ranks that share layers all-reduce what these return."""
+    def _layer_all_reduce(self, workload: Workload, parts: Sequence[range]) -> Seconds:
+        """Return the seconds of a pass in which ranks all-reduce the outputs of shared layers."""
         choice = self.choice
         link = workload.cluster.exchange(choice.g_inter, choice.g_tensor)
         moved = choice.microbatch * _sums(workload.layers.shared_bytes, parts)
         times: Seconds = np.array([2.0 * len(part) for part in parts])  # two in each layer
-        each = ring_all_reduce(moved / times, choice.g_tensor, link.bandwidth, link.latency)
-        return times * each
+        seconds = ring_all_reduce(moved / times, choice.g_tensor, link.bandwidth, link.latency)
+        return times * seconds
 
     @property
     def lower_bound(self) -> float:
         """Seconds that a step takes at least, whatever the schedule.
 
-        These are all passes of one stage, and those of one micro-batch on the stages before it.
-        The last backward pass of the first stage comes after all of these, then its all-reduce.
+        That is the time of all passes of one stage and of one micro-batch on the stages before it,
+        then of the all-reduce and the optimizer step of the first stage, which ends last.
         """
         both = self._forward + self._backward
         pipeline = both.cumsum() - both + self._microbatches * both
@@ -258,8 +259,8 @@ def _activation_bytes(workload: Workload, choice: Choice, parts: Sequence[range]
         temporary += [max(layers.activation_bytes[layer] for layer in part) for part in parts]
     temporary[-1] += layers.loss_bytes
     if workload.recompute:
-        kept = _sums(layers.output_bytes, parts)
+        saved = _sums(layers.output_bytes, parts)
     else:
         divided = _sums(layers.split_activation_bytes, parts)
-        kept = _sums(layers.activation_bytes, parts) - divided + divided / choice.g_tensor
-    return choice.microbatch * (choice.in_flight * kept + temporary)
+        saved = _sums(layers.activation_bytes, parts) - divided + divided / choice.g_tensor
+    return choice.microbatch * (choice.in_flight * saved + temporary)

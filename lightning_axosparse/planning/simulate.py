@@ -1,7 +1,7 @@
 """Simulates one training step of one replica as discrete events.
 
-What a stage runs next is decided by the same
-:class:`~lightning_axosparse.pipeline.schedule.Schedule` objects that drive the engine.
+The same :class:`~lightning_axosparse.pipeline.schedule.Schedule` objects as in the engine decide
+which pass a stage runs next.
 """
 
 from __future__ import annotations
@@ -227,5 +227,5 @@ class _EventLoop:
 
 
 def _receiver(stage: int, op: Op) -> int:
-    """The stage to which a pass sends its result, also where the pipeline has no such stage."""
+    """Return the stage to which a pass sends its result; the pipeline may have no such stage."""
     return stage + 1 if op.kind == "forward" else stage - 1

@@ -1,4 +1,4 @@
-"""Defines the ticket of channels: which channels of a network to keep, and removes the others."""
+"""Defines the ticket of channels, which removes the pruned channels from a network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_axosparse.pruning.channels import (
     layer_inputs,
     layer_outputs,
 )
-from lightning_axosparse.pruning.selection import highest, kept_entries
+from lightning_axosparse.pruning.selection import top_k_masks, unpruned_count
 from lightning_axosparse.pruning.ticket import TicketFile
 from lightning_axosparse.sparse.module.convert import renew_reducers
 from lightning_axosparse.sparse.module.optimizer_state import trial_state, validate_state
@@ -44,27 +44,27 @@ from lightning_axosparse.support.troubleshooting import see
 _PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
 
 
-def keep_inputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
+def prune_inputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]) -> None:
     """Remove inputs of a weighted layer, which may be on the meta device, with optimizer state.
 
-    ``kept`` is a bool tensor, True for each input that stays.
+    ``mask`` is a bool tensor, False for each input to remove.
     """
     places = WEIGHTED[type(layer)]
-    _keep(layer, "weight", places.input_dimension, kept, optimizers)
-    setattr(layer, places.inputs, int(kept.sum()))
+    _prune_tensor(layer, "weight", places.input_dimension, mask, optimizers)
+    setattr(layer, places.inputs, int(mask.sum()))
 
 
-def keep_outputs(layer: nn.Module, kept: Tensor, optimizers: Iterable[Optimizer]) -> None:
-    """Remove outputs of a weighted layer, or channels of a BatchNorm, likewise."""
+def prune_outputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]) -> None:
+    """Remove outputs of a weighted layer, or channels of a BatchNorm, in the same way."""
     if type(layer) in BATCH_NORMS:
         for name in _PER_CHANNEL:
-            _keep(layer, name, 0, kept, optimizers)
-        layer.num_features = int(kept.sum())  # type: ignore[assignment]
+            _prune_tensor(layer, name, 0, mask, optimizers)
+        layer.num_features = int(mask.sum())  # type: ignore[assignment]
     else:
         places = WEIGHTED[type(layer)]
-        _keep(layer, "weight", places.output_dimension, kept, optimizers)
-        _keep(layer, "bias", 0, kept, optimizers)
-        setattr(layer, places.outputs, int(kept.sum()))
+        _prune_tensor(layer, "weight", places.output_dimension, mask, optimizers)
+        _prune_tensor(layer, "bias", 0, mask, optimizers)
+        setattr(layer, places.outputs, int(mask.sum()))
 
 
 def validate_channelwise_optimizer(optimizer: Optimizer) -> None:
@@ -77,27 +77,26 @@ def validate_channelwise_optimizer(optimizer: Optimizer) -> None:
         validate_state("any weight", trial_state(optimizer, group, shape), shape)
 
 
-def _keep(
-    layer: nn.Module, name: str, dimension: int, kept: Tensor, optimizers: Iterable[Optimizer]
+def _prune_tensor(
+    layer: nn.Module, name: str, dimension: int, mask: Tensor, optimizers: Iterable[Optimizer]
 ) -> None:
-    """Remove entries of a parameter or buffer, if there is one, which stays the same object."""
+    """Remove slices of a parameter or buffer, if there is one, which stays the same object."""
     tensor: Tensor | None = getattr(layer, name)
     if tensor is None:
         return
-    shape, index = tensor.shape, kept.nonzero()[:, 0]
+    shape, index = tensor.shape, mask.nonzero()[:, 0]
 
-    def selected(value: Any) -> Any:
-        """The entries that stay of a tensor like this one; anything else as it is."""
+    def prune(value: Any) -> Any:
         alike = isinstance(value, Tensor) and value.shape == shape
         return value.index_select(dimension, index.to(value.device)) if alike else value
 
     if not isinstance(tensor, nn.Parameter):
-        tensor.set_(selected(tensor))
+        tensor.set_(prune(tensor))
         return
     for optimizer in optimizers:
         for key, value in optimizer.state.get(tensor, {}).items():
-            optimizer.state[tensor][key] = selected(value)
-    set_values(tensor, selected(tensor.detach()), selected(tensor.grad))
+            optimizer.state[tensor][key] = prune(value)
+    set_values(tensor, prune(tensor.detach()), prune(tensor.grad))
 
 
 RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
@@ -107,7 +106,7 @@ RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
 def channel_masks(
     scales: Mapping[str, Tensor], pruning_ratio: float, floor: float
 ) -> dict[str, Tensor]:
-    """Keep the channels with the largest scales, over all layers (network slimming).
+    """Compute the masks of the channels with the largest scales of all (network slimming).
 
     ``scales`` are the weights of BatchNorms, (channels,), by name; ratio and floor are those of
     ``EarlyBirdChannels``. Of equal scales the first are pruned first. The masks are on CPU.
@@ -115,14 +114,14 @@ def channel_masks(
     scores = {name: scale.detach().abs().double().cpu() for name, scale in scales.items()}
     sizes = {name: score.shape for name, score in scores.items()}
     share = floor * (1 - pruning_ratio)
-    least = {name: max(1, math.ceil(share * len(score))) for name, score in scores.items()}
-    kept = max(kept_entries(sizes, pruning_ratio), sum(least.values()))
-    return highest(scores, sizes, kept, least)
+    minimum = {name: max(1, math.ceil(share * len(score))) for name, score in scores.items()}
+    k = max(unpruned_count(sizes, pruning_ratio), sum(minimum.values()))
+    return top_k_masks(scores, sizes, k, minimum)
 
 
 @dataclass(frozen=True, repr=False)
 class ChannelTicket(TicketFile):
-    """A winning ticket of channels: which channels to keep (You et al., ICLR 2020).
+    """A winning ticket of channels: the masks of a network's channels (You et al., ICLR 2020).
 
     Its masks have the names of BatchNorms. Beside the fields of :class:`TicketFile`:
 
@@ -142,6 +141,15 @@ class ChannelTicket(TicketFile):
 
     channels: Channels = field(kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {name: shape.numel() for name, shape in self.packed.shapes.items()}
+        if not self.channels.fit(sizes):
+            raise ValueError(
+                "channels do not fit the masks: each mask has as many entries as a scale has "
+                "channels, and layers name these scales." + see("channels")
+            )
+
     @classmethod
     @checked(ValueError, module=MODULE, pruning_ratio=RATIO, floor=FRACTION, network=TEXT | NONE)
     def largest(
@@ -155,9 +163,9 @@ class ChannelTicket(TicketFile):
 
         Args:
             module: the model, with its values.
-            pruning_ratio: as for ``EarlyBirdChannels``, as are the following.
-            floor: likewise.
-            network: likewise.
+            pruning_ratio: as for ``EarlyBirdChannels``.
+            floor: as for ``EarlyBirdChannels``.
+            network: as for ``EarlyBirdChannels``.
 
         Raises:
             ValueError: if no channels can be removed, or a scale is NaN.
@@ -176,8 +184,8 @@ class ChannelTicket(TicketFile):
         """Remove the pruned channels from a module, in place.
 
         Parameters and buffers stay the same objects, with fewer entries, and the sizes among the
-        attributes of their layers follow. Layers that have been shrunk by this ticket already do
-        not change. Tensors may be on the meta device.
+        attributes of their layers follow. Layers that this ticket has pruned already do not
+        change. Tensors may be on the meta device.
 
         Args:
             module: a model as it was when the ticket was drawn: freshly built, or trained.
@@ -192,15 +200,15 @@ class ChannelTicket(TicketFile):
             for optimizer in optimizers:
                 state = optimizer.state.get(entry.parameter, {})
                 validate_state(entry.names[0], state, entry.parameter.shape)
-        for name, kept in outputs.items():
-            keep_outputs(module.get_submodule(name), kept, optimizers)
-        for name, kept in inputs.items():
-            keep_inputs(module.get_submodule(name), kept, optimizers)
+        for name, mask in outputs.items():
+            prune_outputs(module.get_submodule(name), mask, optimizers)
+        for name, mask in inputs.items():
+            prune_inputs(module.get_submodule(name), mask, optimizers)
         renew_reducers(module)
         release_freed_memory()
 
     def validate(self, module: nn.Module) -> None:
-        """Check that :meth:`apply` can shrink a module, or has.
+        """Check that :meth:`apply` can prune a module, or has.
 
         Raises:
             ValueError: if it has other layers than the one that the ticket was drawn from.
@@ -212,16 +220,18 @@ class ChannelTicket(TicketFile):
         return {name: (mask.numel(), int(mask.sum())) for name, mask in self.masks.items()}
 
     def _pending(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the masks of the outputs and of the inputs of layers that are still to shrink."""
+        """Return the masks of the outputs and of the inputs of layers that are not pruned yet."""
         layers = dict(module.named_modules())
 
-        def whole(masks: dict[str, Tensor], size: Callable[[nn.Module], int]) -> dict[str, Tensor]:
+        def pending(
+            masks: dict[str, Tensor], size: Callable[[nn.Module], int]
+        ) -> dict[str, Tensor]:
             return {
-                name: masks[name] for name in masks if _is_whole(layers, name, masks[name], size)
+                name: mask for name, mask in masks.items() if _is_whole(layers, name, mask, size)
             }
 
-        outputs = whole(self.channels.kept_outputs(self.masks), layer_outputs)
-        return outputs, whole(self.channels.kept_inputs(self.masks), layer_inputs)
+        outputs = pending(self.channels.output_masks(self.masks), layer_outputs)
+        return outputs, pending(self.channels.input_masks(self.masks), layer_inputs)
 
     def _record(self) -> dict[str, Any]:
         return {**super()._record(), "channels": asdict(self.channels)}
@@ -238,9 +248,9 @@ class ChannelTicket(TicketFile):
         )
 
     def __repr__(self) -> str:
-        kept, every = self.counts
+        unpruned, total = self.counts
         return (
-            f"ChannelTicket({len(self.masks)} layers, {kept} of {every} channels kept, "
+            f"ChannelTicket({len(self.masks)} layers, {unpruned} of {total} channels kept, "
             f"step={self.step})"
         )
 
@@ -248,18 +258,18 @@ class ChannelTicket(TicketFile):
 def _is_whole(
     layers: Mapping[str, nn.Module], name: str, mask: Tensor, size: Callable[[nn.Module], int]
 ) -> bool:
-    """Return whether a layer has all that ``mask`` was made for, not only what it keeps."""
-    layer, kept = layers.get(name), int(mask.sum())
+    """Return whether a layer still has channels that ``mask`` prunes."""
+    layer, unpruned = layers.get(name), int(mask.sum())
     if type(layer) not in (*WEIGHTED, *BATCH_NORMS):
-        found = "no such layer" if layer is None else f"a {type(layer).__name__} of that name"
+        actual = "no such layer" if layer is None else f"a {type(layer).__name__} of that name"
         raise ValueError(
-            f"The ticket removes channels of '{name}', but the module has {found}: it was drawn "
+            f"The ticket removes channels of '{name}', but the module has {actual}: it was drawn "
             "from another model." + see("channels")
         )
     assert layer is not None
-    if size(layer) not in (mask.numel(), kept):
+    if size(layer) not in (mask.numel(), unpruned):
         raise ValueError(
-            f"The ticket keeps {kept} of {mask.numel()} channels of '{name}', which has "
+            f"The ticket keeps {unpruned} of {mask.numel()} channels of '{name}', which has "
             f"{size(layer)}: it was drawn from another model." + see("channels")
         )
-    return size(layer) == mask.numel() != kept
+    return size(layer) == mask.numel() != unpruned

@@ -1,13 +1,13 @@
 """Finds the channels of a network that can be removed, and every layer that has them.
 
 The network is traced with :mod:`torch.fx`, without an input and without the values of its weights,
-so it may stand on the meta device. A channel can be removed if it is made by a convolution or a
+so it may be on the meta device. A channel can be removed if it is the output of a convolution or a
 linear layer, scaled by one BatchNorm before anything else reads it, and then passes only through
-operations that keep a zero a zero until convolutions and linear layers read it. Then the network
-without it computes what the network with its scale and shift at zero computes.
+operations that map zero to zero until convolutions and linear layers read it. Then the network
+without it has the same outputs as the network with the scale and shift of the channel at zero.
 
-What is added to other channels (a residual stream), multiplied with them, read by a grouped
-convolution or by anything that is not known here keeps all its channels.
+Channels stay where they are added to others (a residual stream), multiplied with them, or read by a
+grouped convolution or an operation that is not known here.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Segment:
     """Consecutive inputs of a layer that come from the channels of one layer.
 
     Attributes:
-        scale: name of the BatchNorm that scales these channels; None if all of them stay.
+        scale: name of the BatchNorm that scales these channels; None if none can be removed.
         entries: number of the layer's inputs: the channels, or a multiple of them after a flatten.
     """
 
@@ -110,10 +110,9 @@ class Channels:
 
     Attributes:
         scales: name of a BatchNorm -> its channels, in the order of the network.
-        outputs: name of a layer -> the BatchNorm that decides which of its outputs stay.
-        inputs: name of a layer -> where its inputs come from, in order; layers with only inputs
-            that stay are left out.
-        whole: name of a layer -> why all its outputs stay.
+        outputs: name of a layer -> the BatchNorm whose mask prunes its outputs.
+        inputs: name of a layer -> the segments of its inputs, in order, where some can be removed.
+        whole: name of a layer -> the reason why none of its outputs can be removed.
     """
 
     scales: Mapping[str, int]
@@ -122,27 +121,39 @@ class Channels:
     whole: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """What can be removed, and why the rest cannot."""
+        """Describe which channels can be removed, and why the others cannot."""
         by_reason: dict[str, list[str]] = {}
-        for layer, why in self.whole.items():
-            by_reason.setdefault(why, []).append(layer)
+        for layer, reason in self.whole.items():
+            by_reason.setdefault(reason, []).append(layer)
         lines = [f"{sum(self.scales.values())} channels of {len(self.scales)} layers can go."]
         lines += [f"Whole: {few(layers)}, because {why}." for why, layers in by_reason.items()]
         return "\n".join(lines)
 
-    def kept_outputs(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return layer -> bool tensor, True for each output that stays by these masks."""
+    def fit(self, sizes: Mapping[str, int]) -> bool:
+        """Whether these are channels of scales of such sizes; False for contents of any types."""
+        tables = (self.scales, self.outputs, self.inputs, self.whole)
+        if not all(isinstance(table, Mapping) for table in tables) or self.scales != sizes:
+            return False
+        segments = [segment for each in self.inputs.values() for segment in each]
+        named = [*self.outputs.values(), *(s.scale for s in segments if s.scale is not None)]
+        if not all(isinstance(name, str) and name in sizes for name in named):
+            return False
+        counts = [(s.entries, 1 if s.scale is None else sizes[s.scale]) for s in segments]
+        return all(type(entries) is int and entries % size == 0 for entries, size in counts)
+
+    def output_masks(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return layer -> bool tensor, False for each output that these masks prune."""
         return {layer: masks[scale] for layer, scale in self.outputs.items()}
 
-    def kept_inputs(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return layer -> bool tensor, True for each input that stays, likewise."""
+    def input_masks(self, masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return layer -> bool tensor, False for each input that these masks prune."""
         return {
-            layer: torch.cat([_entries(segment, masks) for segment in segments])
+            layer: torch.cat([_input_mask(segment, masks) for segment in segments])
             for layer, segments in self.inputs.items()
         }
 
 
-def _entries(segment: Segment, masks: Mapping[str, Tensor]) -> Tensor:
+def _input_mask(segment: Segment, masks: Mapping[str, Tensor]) -> Tensor:
     if segment.scale is None:
         return torch.ones(segment.entries, dtype=torch.bool)
     mask = masks[segment.scale]
@@ -170,22 +181,22 @@ def find_channels(module: nn.Module, network: str | None = None) -> Channels:
     part = modules[network or ""]
     graph = _trace(part)
     prefix = f"{network}." if network else ""
-    found = _Reader(part, prefix).read(graph)
-    if not found.scales:
-        reasons = "; ".join(f"{name}: {why}" for name, why in found.whole.items())
+    channels = _Reader(part, prefix).read(graph)
+    if not channels.scales:
+        reasons = "; ".join(f"{name}: {why}" for name, why in channels.whole.items())
         raise ValueError(
             f"{type(part).__name__} has no channels that can be removed. A convolution or linear "
             "layer has to be followed by a BatchNorm with a scale, and then by a convolution or "
             f"linear layer. {reasons or 'There is no BatchNorm'}." + see("channels")
         )
-    return found
+    return channels
 
 
 # Tracing
 
 
 _UNTRACEABLE = TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError
-"""What code raises that reads the value of an ``fx.Proxy``; fx's ``TraceError`` is a ValueError."""
+"""Errors of code that reads the value of an ``fx.Proxy``; fx's ``TraceError`` is a ValueError."""
 
 
 class _Tracer(fx.Tracer):
@@ -199,7 +210,7 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name) or not self._can_trace(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        # Not an instance's own forward: a pipeline replaces that of its layers.
+        # Not the forward of the instance: a pipeline replaces that of its layers.
         return super().call_module(m, partial(type(m).forward, m), args, kwargs)
 
     def _can_trace(self, module: nn.Module) -> bool:
@@ -213,7 +224,7 @@ class _Tracer(fx.Tracer):
 
 
 def _defaults(module: nn.Module) -> dict[str, Any]:
-    """The arguments of ``forward`` that have a default, which may decide where the code goes."""
+    """Return the defaults of ``forward``'s arguments, which may decide which code runs."""
     parameters = signature(type(module).forward).parameters.values()
     return {p.name: p.default for p in parameters if p.default is not Parameter.empty}
 
@@ -229,26 +240,26 @@ def _trace(part: nn.Module) -> fx.Graph:
         ) from error
 
 
-# What a traced value is
+# Traced values
 
 
 @dataclass(eq=False)
-class _Made:
-    """The output channels of one layer, and what was found out about them."""
+class _Outputs:
+    """The output channels of one layer, their BatchNorm, and why they cannot be removed, if so."""
 
     layer: str
     width: int
     scale: str | None = None
-    why: str | None = None
+    reason: str | None = None
 
-    def stay(self, why: str) -> None:
-        """Keep all channels, for the first reason that was found."""
-        self.why = self.why or why
+    def retain(self, reason: str) -> None:
+        """Let no channel be removed; the first reason counts."""
+        self.reason = self.reason or reason
 
 
 @dataclass(frozen=True)
 class _Part:
-    made: _Made
+    outputs: _Outputs
     scaled: bool
 
 
@@ -257,7 +268,7 @@ class _Value:
     """A tensor whose channels are known.
 
     Attributes:
-        parts: whose channels they are, in order along dimension 1.
+        parts: the layers' outputs that it consists of, in order along dimension 1.
         form: "map": (batch, channel, place...); "vector": (batch, channel); "flat": (batch, channel
             times places).
     """
@@ -267,7 +278,7 @@ class _Value:
 
     @property
     def width(self) -> int:
-        return sum(part.made.width for part in self.parts)
+        return sum(part.outputs.width for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -286,8 +297,8 @@ class _Reader:
 
     def __init__(self, part: nn.Module, prefix: str) -> None:
         self._modules, self._prefix = dict(part.named_modules()), prefix
-        self._made: list[_Made] = []
-        self._scales: dict[str, _Made] = {}
+        self._outputs: list[_Outputs] = []
+        self._scales: dict[str, _Outputs] = {}
         self._readers: dict[str, _Value] = {}
         self._whole: dict[str, str] = {}
         owned = owned_parameters(part)
@@ -296,14 +307,14 @@ class _Reader:
         }
 
     def read(self, graph: fx.Graph) -> Channels:
-        """Return what the graph says about channels."""
+        """Return the channels of a graph that can be removed."""
         calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             args = fx.node.map_arg(node.args, values.get)
             kwargs = fx.node.map_arg(node.kwargs, values.get)
             if node.op == "output":
-                self._stay((args, kwargs), "the network returns them")
+                self._retain((args, kwargs), "the network returns them")
             elif node.op == "call_module":
                 values[node] = self._module(str(node.target), calls[node.target], args, kwargs)
             elif node.op in ("call_function", "call_method"):
@@ -312,18 +323,18 @@ class _Reader:
         return self._channels()
 
     def _channels(self) -> Channels:
-        removable = {scale: made for scale, made in self._scales.items() if made.why is None}
-        outputs = {made.layer: scale for scale, made in removable.items()}
+        removable = {scale: o for scale, o in self._scales.items() if o.reason is None}
+        outputs = {o.layer: scale for scale, o in removable.items()}
         outputs.update({scale: scale for scale in removable})
         inputs = {}
         for layer, value in self._readers.items():
             spread = layer_inputs(self._layer(layer)) // value.width
-            segments = [_segment(part.made, spread) for part in value.parts]
+            segments = [_segment(part.outputs, spread) for part in value.parts]
             if any(segment.scale is not None for segment in segments):
                 inputs[layer] = segments
-        whole = {made.layer: made.why for made in self._made if made.why is not None}
-        scales = {scale: made.width for scale, made in removable.items()}
-        return Channels(scales, outputs, inputs, {**self._whole, **whole})
+        reasons = {o.layer: o.reason for o in self._outputs if o.reason is not None}
+        scales = {scale: o.width for scale, o in removable.items()}
+        return Channels(scales, outputs, inputs, {**self._whole, **reasons})
 
     def _layer(self, name: str) -> nn.Module:
         layer: nn.Module = self._modules[name.removeprefix(self._prefix)]
@@ -336,19 +347,20 @@ class _Reader:
         if known and (calls > 1 or layer in self._tied or layer._parameters.get("weight") is None):
             why = "called more than once" if calls > 1 else "its weight is tied, or is none"
             self._whole[name] = why
-            return self._stay((args, kwargs), f"'{name}' reads them: {why}")
+            return self._retain((args, kwargs), f"'{name}' reads them: {why}")
         if type(layer) in WEIGHTED:
             return self._weighted(name, layer, value, args, kwargs)
         if isinstance(value, _Value):
             if type(layer) in BATCH_NORMS:
                 return self._normalized(name, layer, value)
-            if type(layer) in _MODULES or (type(layer) in _POOLINGS and _is_pooled(value, layer)):
+            pools = type(layer) in _POOLINGS and value.form == "map"
+            if type(layer) in _MODULES or (pools and not getattr(layer, "return_indices", False)):
                 return value
             if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) == (1, -1):
                 return _flat(value)
         if type(layer) in BATCH_NORMS:
             self._whole[name] = "it is not known whose outputs it normalizes"
-        return self._stay((args, kwargs), f"'{name}' ({type(layer).__name__}) reads them")
+        return self._retain((args, kwargs), f"'{name}' ({type(layer).__name__}) reads them")
 
     def _weighted(self, name: str, layer: Any, value: Any, args: Any, kwargs: Any) -> Any:
         linear = isinstance(layer, nn.Linear)
@@ -358,29 +370,29 @@ class _Reader:
             self._readers[name] = value
             for part in value.parts:
                 if not part.scaled:
-                    part.made.stay(f"'{name}' reads them without a BatchNorm before it")
+                    part.outputs.retain(f"'{name}' reads them without a BatchNorm before it")
         else:
-            what = "grouped convolution" if grouped else type(layer).__name__
-            self._stay((args, kwargs), f"'{name}' ({what}) reads them")
+            kind = "grouped convolution" if grouped else type(layer).__name__
+            self._retain((args, kwargs), f"'{name}' ({kind}) reads them")
         if linear and name not in self._readers:
             return None  # Its input may have any number of dimensions.
-        made = _Made(name, layer_outputs(layer))
+        outputs = _Outputs(name, layer_outputs(layer))
         if grouped:
-            made.stay("it is a grouped convolution, whose groups share no inputs")
-        self._made.append(made)
-        return _Value((_Part(made, scaled=False),), "vector" if linear else "map")
+            outputs.retain("it is a grouped convolution, whose groups share no inputs")
+        self._outputs.append(outputs)
+        return _Value((_Part(outputs, scaled=False),), "vector" if linear else "map")
 
     def _normalized(self, name: str, layer: nn.Module, value: _Value) -> Any:
         first, *others = value.parts
         width = layer_outputs(layer)
-        if others or first.scaled or first.made.scale is not None or width != value.width:
+        if others or first.scaled or first.outputs.scale is not None or width != value.width:
             why = "it normalizes channels of several layers, or of another BatchNorm"
             self._whole[name] = why
-            return self._stay(value, f"'{name}' reads them, and {why}")
-        first.made.scale = name
-        self._scales[name] = first.made
+            return self._retain(value, f"'{name}' reads them, and {why}")
+        first.outputs.scale = name
+        self._scales[name] = first.outputs
         form = "vector" if value.form == "flat" else value.form
-        return _Value((_Part(first.made, scaled=True),), form)
+        return _Value((_Part(first.outputs, scaled=True),), form)
 
     def _function(self, name: str, args: Any, kwargs: Any) -> Any:
         value = args[0] if args else None
@@ -390,31 +402,31 @@ class _Reader:
             if name in ("size", "getattr"):
                 return self._shape(name, value, args, kwargs)
             alone = not any(isinstance(v, _Value | _Shape) for v in tree_leaves((args[1:], kwargs)))
-            pools = name in _POOLING_FUNCTIONS and _is_map(value)
+            pools = name in _POOLING_FUNCTIONS and value.form == "map"
             if alone and (name in _FUNCTIONS or (pools and not kwargs.get("return_indices"))):
                 return value
             if _flattens(name, args, kwargs):
                 return _flat(value)
-            if name == "mean" and _is_map(value) and _means_places(args, kwargs):
+            if name == "mean" and value.form == "map" and _means_places(args, kwargs):
                 return value if kwargs.get("keepdim") else _Value(value.parts, "vector")
         if name in ("cat", "concat", "concatenate"):
             return self._concatenated(args, kwargs)
         if name in _SUMS:
-            return self._stay((args, kwargs), "they are added to others (a residual stream)")
-        return self._stay((args, kwargs), f"{name} reads them")
+            return self._retain((args, kwargs), "they are added to others (a residual stream)")
+        return self._retain((args, kwargs), f"{name} reads them")
 
     def _concatenated(self, args: Any, kwargs: Any) -> Any:
         tensors, *rest = args
         dimension = rest[0] if rest else kwargs.get("dim", kwargs.get("axis", 0))
         forms = {t.form for t in tensors if isinstance(t, _Value)}
-        whole = all(isinstance(t, _Value) for t in tensors)
-        if whole and dimension == 1 and forms in ({"map"}, {"vector"}):
+        known = all(isinstance(t, _Value) for t in tensors)
+        if known and dimension == 1 and forms in ({"map"}, {"vector"}):
             return _Value(tuple(part for t in tensors for part in t.parts), forms.pop())
-        return self._stay((args, kwargs), "they are concatenated with others that are not known")
+        return self._retain((args, kwargs), "they are concatenated with others that are not known")
 
     def _shape(self, name: str, value: _Value, args: Any, kwargs: Any) -> Any:
         if name == "getattr" and args[1] != "shape":
-            return self._stay(value, f"their attribute {args[1]} is read")
+            return self._retain(value, f"their attribute {args[1]} is read")
         shape = _Shape(value)
         if name == "getattr" or (len(args) == 1 and not kwargs):
             return shape
@@ -425,32 +437,23 @@ class _Reader:
         if name == "getitem" and isinstance(index, int) and index != 1:
             if index == 0:
                 return _BatchSize()
-            if _is_map(shape.of) and index in (2, 3, 4, -1, -2):
+            if shape.of.form == "map" and index in (2, 3, 4, -1, -2):
                 return None
-        return self._stay(shape, "their number is read")
+        return self._retain(shape, "their number is read")
 
-    def _stay(self, read: Any, why: str) -> Any:
-        """Keep all channels of the values that something has read; what it returns is unknown."""
+    def _retain(self, read: Any, reason: str) -> Any:
+        """Let no channel of the values that are read be removed; the result is unknown."""
         for value in tree_leaves(read):
             if isinstance(value, _Shape):
                 value = value.of
             if isinstance(value, _Value):
                 for part in value.parts:
-                    part.made.stay(why)
+                    part.outputs.retain(reason)
         return None
 
 
-def _segment(made: _Made, spread: int) -> Segment:
-    return Segment(None if made.why else made.scale, spread * made.width)
-
-
-def _is_map(value: _Value) -> bool:
-    return value.form == "map"
-
-
-def _is_pooled(value: _Value, layer: nn.Module) -> bool:
-    """Whether a pooling layer gives a map of the same channels, and nothing else."""
-    return _is_map(value) and not getattr(layer, "return_indices", False)
+def _segment(outputs: _Outputs, spread: int) -> Segment:
+    return Segment(None if outputs.reason else outputs.scale, spread * outputs.width)
 
 
 def _flat(value: _Value) -> _Value:
@@ -458,10 +461,10 @@ def _flat(value: _Value) -> _Value:
 
 
 def _flattens(name: str, args: Any, kwargs: Any) -> bool:
-    """Whether a call leaves the batch dimension and makes one of all others."""
+    """Return whether a call flattens all dimensions but the batch dimension."""
     if name == "flatten":
-        given = [*args[1:], *kwargs.values()]
-        return given in ([1], [1, -1])
+        dimensions = [*args[1:], *kwargs.values()]
+        return dimensions in ([1], [1, -1])
     if name in ("view", "reshape"):
         sizes = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
         return len(sizes) == 2 and isinstance(sizes[0], _BatchSize) and sizes[1] == -1
@@ -469,6 +472,6 @@ def _flattens(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _means_places(args: Any, kwargs: Any) -> bool:
-    """Whether a mean goes over the height and width of a map."""
+    """Return whether a mean is over the height and width of a map."""
     dimensions = args[1] if len(args) > 1 else kwargs.get("dim")
     return isinstance(dimensions, list | tuple) and set(dimensions) in _SPATIAL

@@ -1,8 +1,8 @@
-"""Holds masks at one bit an entry, measures their distance, and keeps the newest of a search.
+"""Stores masks at one bit an entry, measures their distance, and holds the newest of a search.
 
 The early-bird paper (You et al., ICLR 2020) takes the fraction of mask entries that differ, with
 0.1 as the threshold, for channels pruned by up to 0.7. At higher ratios this distance says little:
-two independent random masks that keep 5% differ in 9.5% of their entries and would pass. By the
+two independent random masks of density 5% differ in 9.5% of their entries and would pass. By the
 relative distance one threshold tells masks that settle from independent ones at every ratio.
 """
 
@@ -55,20 +55,20 @@ class MaskBits(Mapping[str, Tensor]):
 
     def only(self, names: Iterable[str]) -> MaskBits:
         """Return the masks of those ``names`` that exist here, in the order of ``names``."""
-        held = [name for name in names if name in self._bits]
+        present = [name for name in names if name in self._bits]
         part = MaskBits({})
-        part._bits = {name: self._bits[name] for name in held}
-        part.shapes = {name: self.shapes[name] for name in held}
+        part._bits = {name: self._bits[name] for name in present}
+        part.shapes = {name: self.shapes[name] for name in present}
         return part
 
     @staticmethod
     def merged(parts: Iterable[MaskBits]) -> MaskBits:
         """Return the masks of all ``parts``; the last one where a name occurs more than once."""
-        whole = MaskBits({})
+        merged = MaskBits({})
         for part in parts:
-            whole._bits.update(part._bits)
-            whole.shapes.update(part.shapes)
-        return whole
+            merged._bits.update(part._bits)
+            merged.shapes.update(part.shapes)
+        return merged
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
@@ -116,21 +116,21 @@ def mask_distance(
         distance: "hamming": the fraction of all entries in which they differ, as in the paper; at
             pruning ratio p at most ``2 min(p, 1 - p)``. "relative": the fraction of unpruned
             entries that they do not have in common, ``1 - 2 |A and B| / (|A| + |B|)`` (one minus
-            the Sorensen-Dice coefficient), divided by that of independent random masks that keep
-            as many entries, which are 1 apart in the mean.
-        one: name -> bool tensor, True where an entry is kept, of the parameters on this rank.
+            the Sorensen-Dice coefficient), divided by that of independent random masks of
+            the same density, which are 1 apart in the mean.
+        one: name -> bool tensor, False where an entry is pruned, of the parameters on this rank.
         other: the same names and shapes.
         counted: the names that this rank counts; each name is counted by exactly one rank of
             ``group``.
-        group: the ranks whose stages make up the model; None if this rank has the whole model.
+        group: the ranks whose stages make up the model; None if this rank has the full model.
     """
     counts = torch.zeros(3, dtype=torch.int64)
     for name in one.keys() & set(counted):
         a, b = one[name], other[name]
         counts += torch.tensor([int((a ^ b).sum()), int(a.sum() + b.sum()), a.numel()])
-    differing, kept, entries = all_sum(counts, group).tolist()
-    most = entries if distance == "hamming" else kept * (1 - kept / max(1, 2 * entries))
-    return float(differing / most) if most else 0.0
+    differing, unpruned, entries = all_sum(counts, group).tolist()
+    scale = entries if distance == "hamming" else unpruned * (1 - unpruned / max(1, 2 * entries))
+    return float(differing / scale) if scale else 0.0
 
 
 class MaskWindow:
@@ -146,7 +146,7 @@ class MaskWindow:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many masks as must agree."""
+        """Whether the window has ``size`` masks."""
         return len(self._masks) == self.size
 
     def add(
@@ -156,16 +156,16 @@ class MaskWindow:
         stages: ProcessGroup | None,
         replicas: ProcessGroup | None,
     ) -> float | None:
-        """Take in new masks, and return their largest distance to the others of the window.
+        """Add new masks, and return their largest distance to the others of the window.
 
         Collective; the oldest masks leave a full window, and the first have no distance. All
-        replicas get that of the first: their weights may differ in the last bit. ``counted`` and
-        ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of the same stage.
+        replicas get that of the first one: their weights may differ in the last bit. ``counted``
+        and ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of a stage.
         """
         others = list(self._masks)[1 - self.size :]
-        found = [mask_distance(self._distance, masks, other, counted, stages) for other in others]
+        distances = [mask_distance(self._distance, masks, o, counted, stages) for o in others]
         self._masks.append(masks)
-        return max(broadcast_from_first(found, replicas), default=None)
+        return max(broadcast_from_first(distances, replicas), default=None)
 
     def clear(self) -> None:
         """Drop all masks."""
@@ -175,8 +175,8 @@ class MaskWindow:
         self, counted: Collection[str], stages: ProcessGroup | None
     ) -> list[dict[str, Any]]:
         """Return the masks of all stages on the first one, an empty list on others; collective."""
-        own = [masks.only(name for name in masks if name in counted) for masks in self._masks]
-        parts = gather(own, stages)
+        local = [masks.only(name for name in masks if name in counted) for masks in self._masks]
+        parts = gather(local, stages)
         return [MaskBits.merged(masks).state_dict() for masks in zip(*parts, strict=True)]
 
     def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Says which parameters are pruned, scores their entries, and makes masks of the highest."""
+"""Selects the parameters to prune, scores their entries, and computes masks by the scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from lightning_axosparse.pruning.selection import highest, kept_entries, least_kept
+from lightning_axosparse.pruning.selection import minimum_counts, top_k_masks, unpruned_count
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, trial_state
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, Owner, owned_parameters
 from lightning_axosparse.sparse.store.layout import Layout
@@ -45,14 +45,13 @@ def prunable(module: nn.Module, which: Which | None = None) -> dict[str, torch.S
     Tied parameters appear once; parameters on the meta device are included.
 
     Args:
-        module: the whole model.
+        module: the full model.
         which: a table, whose keys are kinds or patterns (as in :mod:`fnmatch`) of parameter names,
             and whose values say whether they are pruned: the last entry that fits a parameter
             counts, and :data:`PRUNED_BY_DEFAULT` where none fits. Or a function that decides for
             each floating-point parameter. The kinds are "embedding" (also of a tied head), "head"
-            (the weight of the last linear layer), "norm" (the parameters of a normalization, or
-            of ``weight_norm``),
-            "bias", "weight" (all others with two or more dimensions) and "other".
+            (the weight of the last linear layer), "norm" (the parameters of a normalization, or of
+            ``weight_norm``), "bias", "weight" (all others with two or more dimensions) and "other".
 
     Raises:
         ValueError: if a key of the table is no kind and matches no parameter.
@@ -62,11 +61,11 @@ def prunable(module: nn.Module, which: Which | None = None) -> dict[str, torch.S
     if which is None or isinstance(which, Mapping):
         _validate(which or {}, list(kinds))
         table = [*PRUNED_BY_DEFAULT.items(), *(which or {}).items()]
-        wanted = {name: _decide(table, name, kind) for name, kind in kinds.items()}
+        pruned = {name: _decide(table, name, kind) for name, kind in kinds.items()}
     else:
         # A weight that is stored sparse is shown in its dense shape.
-        wanted = {name: bool(which(name, getattr(*owned[name].owners[0]))) for name in kinds}
-    return {name: owned[name].shape for name, chosen in wanted.items() if chosen}
+        pruned = {name: bool(which(name, getattr(*owned[name].owners[0]))) for name in kinds}
+    return {name: owned[name].shape for name, is_pruned in pruned.items() if is_pruned}
 
 
 def parameter_kinds(module: nn.Module) -> dict[str, ParameterKind]:
@@ -96,16 +95,16 @@ def _kind(owners: list[Owner], shape: torch.Size, head: nn.Linear | None) -> Par
 
 
 def _is_weight_norm(layer: nn.Module, name: str) -> bool:
-    """Whether a parameter is a length or a direction of torch's ``weight_norm``, of either kind."""
+    """Return whether a parameter is a length or direction of either ``weight_norm`` of torch."""
     if isinstance(layer, nn.utils.parametrize.ParametrizationList):
-        return any(type(each).__name__ == "_WeightNorm" for each in layer)
+        return any(type(step).__name__ == "_WeightNorm" for step in layer)
     hooks: list[Any] = [*layer._forward_pre_hooks.values()]
-    names = {each.name for each in hooks if type(each).__name__ == "WeightNorm"}
+    names = {hook.name for hook in hooks if type(hook).__name__ == "WeightNorm"}
     return name.removesuffix("_g").removesuffix("_v") in names
 
 
 def _decide(table: list[tuple[str, bool]], name: str, kind: ParameterKind) -> bool:
-    return [chosen for key, chosen in table if key == kind or fnmatchcase(name, key)][-1]
+    return [pruned for key, pruned in table if key == kind or fnmatchcase(name, key)][-1]
 
 
 def _validate(table: Mapping[str, bool], names: list[str]) -> None:
@@ -153,7 +152,7 @@ SCORES: dict[str, Score] = {"magnitude": magnitude, "saliency": saliency}
 
 
 class Stored(NamedTuple):
-    """A weight as it is stored: dense, or its unpruned values and where they are."""
+    """A weight as it is stored: dense, or its unpruned values and their layout."""
 
     values: Tensor
     state: State
@@ -161,7 +160,7 @@ class Stored(NamedTuple):
 
 
 class Scores(Mapping[str, Tensor]):
-    """The scores of weights by name, each computed whenever it is read: no copy is kept.
+    """The scores of weights by name, computed at each read, so that they take no memory.
 
     Of weights that are stored sparse, entries that are pruned have the lowest score of all.
     """
@@ -183,9 +182,9 @@ class Scores(Mapping[str, Tensor]):
                     f"The weight '{name}' cannot be scored: {without_link(error)}." + see("pruning")
                 ) from error
         if not isinstance(scores, Tensor) or scores.shape != weight.shape:
-            found = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            result = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(
-                f"The score function returned {found} for the weight '{name}'. It must return a "
+                f"The score function returned {result} for the weight '{name}'. It must return a "
                 f"tensor of the weight's shape, {tuple(weight.shape)}." + see("pruning")
             )
         if layout is None:
@@ -215,15 +214,15 @@ def has_second_moment(optimizer: Optimizer) -> bool:
 
 
 def _second_moment(shape: torch.Size, state: State) -> Tensor | None:
-    found = (state.get(name) for name in _SECOND_MOMENTS)
-    return next((m for m in found if isinstance(m, Tensor) and m.shape == shape), None)
+    moments = (state.get(name) for name in _SECOND_MOMENTS)
+    return next((m for m in moments if isinstance(m, Tensor) and m.shape == shape), None)
 
 
 @dataclass(frozen=True)
 class MaskSchedule:
-    """The optimizer steps after which weights are pruned: ``start``, and ``every`` so many more.
+    """The optimizer steps after which weights are pruned: ``start``, and then each ``every`` steps.
 
-    ``end`` are those before the draw.
+    ``end`` is the number of steps before the draw.
     """
 
     start: int
@@ -238,7 +237,7 @@ class MaskSchedule:
             )
 
     def changes_after(self, steps: int) -> bool:
-        """Return whether weights are pruned after so many optimizer steps, before the draw."""
+        """Return whether weights are pruned after this many optimizer steps, before the draw."""
         return self.start <= steps < self.end and (steps - self.start) % self.every == 0
 
     def progress(self, steps: int) -> float:
@@ -256,19 +255,21 @@ def cubic_ratio(ratio: float, progress: float) -> float:
 
 @dataclass(frozen=True)
 class MaskRule:
-    """A rule for masks: the entries of highest score are kept.
+    """A rule for masks: the entries of lowest score are pruned.
 
     Attributes:
         ratio: fraction of the entries of all pruned weights to prune, in [0, 1).
-        score: as for ``GradualPruning``, as are the following.
-        floor: likewise.
+        score: as for ``GradualPruning``.
+        floor: as for ``GradualPruning``.
         which: the parameters to prune (:func:`lightning_axosparse.pruning.rule.prunable`).
+        untrained: names of such as stay dense, because no step trains them.
     """
 
     ratio: float
     score: str | Score = "auto"
     floor: float = 0.0
     which: Which | None = None
+    untrained: frozenset[str] = frozenset()
 
     def sizes(self, module: nn.Module) -> dict[str, torch.Size]:
         """Return the weights that are pruned, with their shapes.
@@ -276,7 +277,8 @@ class MaskRule:
         Raises:
             ValueError: if there are none.
         """
-        sizes = prunable(module, self.which)
+        chosen = prunable(module, self.which)
+        sizes = {name: size for name, size in chosen.items() if name not in self.untrained}
         if not sizes:
             raise ValueError(
                 f"There is nothing to prune: which={self.which} leaves all dense." + see("pruning")
@@ -317,15 +319,15 @@ class MaskRule:
         """Compute the masks of the weights that this rank counts, as one process would.
 
         Args:
-            module: the whole model.
+            module: the full model.
             optimizers: those that train it, for scores that need their state.
             counted: the parameters that this rank counts, of which some may not be pruned; each is
                 counted by exactly one rank of ``group``. None: all of the module.
-            group: the ranks whose stages make up the model; None if this rank has the whole model.
+            group: the ranks whose stages make up the model; None if this rank has the full model.
             stored: returns a weight by name; None takes it from ``module`` and ``optimizers``.
 
         Returns:
-            name -> bool tensor of the weight's shape, True where an entry is kept.
+            name -> bool tensor of the weight's shape, False where an entry is pruned.
         """
         rule, sizes = self.resolved(module, optimizers), self.sizes(module)
         names = [name for name in sizes if counted is None or name in counted]
@@ -333,8 +335,8 @@ class MaskRule:
         stored = stored or partial(_stored_in, owned, optimizers)
         score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
         scores = Scores(score, names, stored)
-        kept = kept_entries(sizes, self.ratio)
-        masks = highest(scores, sizes, kept, least_kept(sizes, kept, self.floor), group)
+        k = unpruned_count(sizes, self.ratio)
+        masks = top_k_masks(scores, sizes, k, minimum_counts(sizes, k, self.floor), group)
         for name in names:
             layout = stored(name).layout
             if layout is not None:
@@ -342,11 +344,23 @@ class MaskRule:
                 masks[name] &= layout.mask()
         return masks
 
+    def without_moments(self, names: Collection[str], stored: Callable[[str], Stored]) -> list[str]:
+        """Return the weights of this rank that the score needs a second moment of, in vain."""
+        if self.score != "saliency":
+            return []
+        weights = ((name, stored(name)) for name in names)
+        return [
+            name
+            for name, (values, state, _) in weights
+            if _second_moment(values.shape, state) is None
+        ]
+
     @property
     def score_name(self) -> str:
         """The name of the score."""
-        named = getattr(self.score, "__name__", type(self.score).__name__)
-        return self.score if isinstance(self.score, str) else named
+        if isinstance(self.score, str):
+            return self.score
+        return getattr(self.score, "__name__", type(self.score).__name__)
 
 
 def _stored_in(

@@ -1,4 +1,4 @@
-"""Computes masks that keep the entries of highest score, over all stages of a pipeline.
+"""Computes the masks of the entries of highest score, over all stages of a pipeline.
 
 Scores never leave their rank: a radix select finds the exact threshold from histograms that are
 summed over the ranks.
@@ -19,8 +19,8 @@ Sizes = Mapping[str, Size]
 """The shape of every weight that is pruned, by name, in module order."""
 
 
-def kept_entries(sizes: Sizes, ratio: float) -> int:
-    """Return how many of all entries stay if a fraction ``ratio``, in [0, 1), is pruned."""
+def unpruned_count(sizes: Sizes, ratio: float) -> int:
+    """Return the number of unpruned entries if a fraction ``ratio``, in [0, 1), is pruned."""
     if not 0 <= ratio < 1:
         raise ValueError(f"The pruning ratio must be in [0, 1), got {ratio}." + see("pruning"))
     entries = number_of_entries(sizes)
@@ -32,12 +32,12 @@ def number_of_entries(sizes: Sizes) -> int:
     return sum(size.numel() for size in sizes.values())
 
 
-def least_kept(sizes: Sizes, kept: int, floor: float) -> dict[str, int]:
-    """Return how many entries of each weight stay whatever their rank.
+def minimum_counts(sizes: Sizes, k: int, floor: float) -> dict[str, int]:
+    """Return how many entries of each weight are unpruned at least, whatever their scores.
 
-    They are the fraction ``floor`` of what the weight keeps if all keep the same fraction.
+    They are the fraction ``floor`` of its entries if ``k`` entries were spread evenly over all.
     """
-    fraction = floor * kept / max(1, number_of_entries(sizes))
+    fraction = floor * k / max(1, number_of_entries(sizes))
     return {name: int(fraction * size.numel()) for name, size in sizes.items()}
 
 
@@ -45,14 +45,14 @@ _DIGIT = 16
 """Bits of a score that one pass of the radix select resolves."""
 
 
-def highest(
+def top_k_masks(
     scores: Mapping[str, Tensor],
     sizes: Sizes,
-    kept: int,
-    least: Mapping[str, int] | None = None,
+    k: int,
+    minimum: Mapping[str, int] | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the masks that keep the entries of highest score, as one process would.
+    """Compute the masks of the ``k`` entries of highest score, as one process would.
 
     Of entries with equal scores the first in module order are pruned first. A score that is NaN or
     cannot be computed is a ValueError on every rank, which names the weight.
@@ -61,14 +61,14 @@ def highest(
         scores: those of the weights that this rank counts, by name; read several times. Each weight
             is counted by exactly one rank of ``group``.
         sizes: all weights, the same on all ranks.
-        kept: how many entries of all weights stay.
-        least: how many entries of each weight stay at least, together no more than ``kept``; None:
-            perhaps none.
-        group: the ranks whose stages make up the model; None if this rank has the whole model.
+        k: the number of unpruned entries, of all weights.
+        minimum: the least number of unpruned entries of each weight, together no more than ``k``;
+            None: zero.
+        group: the ranks whose stages make up the model; None if this rank has the full model.
     """
     double = _validate(scores, group)
-    keys = _Keys(scores, least or {}, double)
-    pruned = number_of_entries(sizes) - kept
+    keys = _Keys(scores, minimum or {}, double)
+    pruned = number_of_entries(sizes) - k
     if pruned == 0:
         return {
             name: torch.ones_like(keys[name], dtype=torch.bool).view(sizes[name]) for name in scores
@@ -84,20 +84,20 @@ def highest(
 class _Keys(Mapping[str, Tensor]):
     """The scores of the weights on this rank, as integers of the same order.
 
-    The highest entries of each weight, as many as ``least`` says, have the largest integer. With
+    The highest entries of each weight, as many as ``minimum`` says, have the largest integer. With
     ``double`` the integers have 64 bits, not 32.
     """
 
     def __init__(
-        self, scores: Mapping[str, Tensor], least: Mapping[str, int], double: bool
+        self, scores: Mapping[str, Tensor], minimum: Mapping[str, int], double: bool
     ) -> None:
         self._scores, self._double = scores, double
         self._floors: dict[str, tuple[int, int]] = {}
         for name in self:
-            if least.get(name):
-                alone = {name: self[name]}
-                others = alone[name].numel() - least[name]
-                self._floors[name] = _select(alone, others, double, None)
+            if minimum.get(name):
+                keys = self[name]
+                pruned = keys.numel() - minimum[name]
+                self._floors[name] = _select({name: keys}, pruned, double, None)
 
     def __getitem__(self, name: str) -> Tensor:
         scores = self._scores[name].detach().reshape(-1)
@@ -135,9 +135,9 @@ def _validate(scores: Mapping[str, Tensor], group: ProcessGroup | None) -> bool:
                 "diverged, look at the learning rate or the precision." + see("pruning")
             )
     gathered = all_gather((double, problems), group)
-    found = list(dict.fromkeys(problem for _, problems in gathered for problem in problems))
-    if found:
-        raise ValueError("\n".join(found))
+    messages = dict.fromkeys(problem for _, problems in gathered for problem in problems)
+    if messages:
+        raise ValueError("\n".join(messages))
     return any(double for double, _ in gathered)
 
 
@@ -147,7 +147,7 @@ def _select(
     """Return the ``k``-th smallest key, and how many entries equal to it to prune.
 
     A radix select from the most significant digit on, which has the sign: each pass counts the next
-    digit of the keys that begin with the digits found so far.
+    digit of the keys that begin with the digits selected so far.
     """
     prefix: int | None = None
     for shift in range((64 if double else 32) - _DIGIT, -1, -_DIGIT):
@@ -175,15 +175,15 @@ def _ties_before(
     keys: _Keys, sizes: Sizes, threshold: int, group: ProcessGroup | None
 ) -> dict[str, int]:
     """Count, for each name, the entries equal to the threshold in the weights before it."""
-    own = {name: int((keys[name] == threshold).sum()) for name in keys}
-    counts = torch.tensor([own.get(name, 0) for name in sizes])
+    local = {name: int((keys[name] == threshold).sum()) for name in keys}
+    counts = torch.tensor([local.get(name, 0) for name in sizes])
     before = all_sum(counts, group).cumsum(0) - counts
     return dict(zip(sizes, before.tolist(), strict=True))
 
 
 def _above(keys: Tensor, threshold: int, ties: int) -> Tensor:
     """Return True for each entry above the threshold, or equal to it but not of the first ties."""
-    kept = keys >= threshold
+    mask = keys >= threshold
     if ties > 0:
-        kept[(keys == threshold).nonzero()[:ties, 0]] = False
-    return kept
+        mask[(keys == threshold).nonzero()[:ties, 0]] = False
+    return mask

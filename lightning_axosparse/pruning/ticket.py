@@ -1,4 +1,4 @@
-"""Defines the ticket: the masks of the weights to keep, how they were found, and its file."""
+"""Defines the ticket: the masks of pruned weights, their score and distances, and its file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_axosparse.support.arguments import (
     checked,
     one_of,
 )
-from lightning_axosparse.support.files import CorruptFileError, reading
+from lightning_axosparse.support.files import CorruptFileError, reading, restoring
 from lightning_axosparse.support.troubleshooting import few, see
 
 
@@ -40,10 +40,10 @@ class TicketFile:
     """The fields that tickets of entries and of channels have in common, and their file.
 
     Attributes:
-        masks: name -> bool tensor, True where nothing is pruned. Any mapping may be given; each is
-            stored at one bit per entry and unpacked (on CPU) when read.
+        masks: name -> bool tensor, False where an entry is pruned. Any mapping may be passed; each
+            mask is stored at one bit per entry and unpacked (on CPU) when read.
         pruning_ratio: the fraction that was to be pruned.
-        step: number of optimizer steps before the draw; None if it was made without training.
+        step: number of optimizer steps before the draw; None for a draw without training.
         distances: number of optimizer steps -> the largest distance of the masks after them to
             those of the window, up to the draw.
     """
@@ -87,14 +87,14 @@ class TicketFile:
     @property
     def sparsity(self) -> float:
         """The fraction pruned, over all names."""
-        kept, entries = self.counts
-        return 1 - kept / max(1, entries)
+        unpruned, entries = self.counts
+        return 1 - unpruned / max(1, entries)
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The number of entries or channels that are kept, and of all."""
-        kept = sum(int(mask.sum()) for mask in self.masks.values())
-        return kept, sum(shape.numel() for shape in self.packed.shapes.values())
+        """The number of unpruned entries or channels, and of all."""
+        unpruned = sum(int(mask.sum()) for mask in self.masks.values())
+        return unpruned, sum(shape.numel() for shape in self.packed.shapes.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain containers and uint8 tensors, for ``torch.load(weights_only=True)``."""
@@ -117,12 +117,13 @@ class TicketFile:
         Raises:
             CorruptFileError: if the state is not as it was written, or is of another version.
         """
-        if state["format"] != cls.form:
-            raise CorruptFileError(
-                f"it is a {state['format']}, but this version of lightning_axosparse reads "
-                f"{cls.form}"
-            )
-        return cls._from_record({key: state[key] for key in state if key != "format"})
+        with restoring(f"a {cls.kind}"):
+            if state["format"] != cls.form:
+                raise CorruptFileError(
+                    f"it is a {state['format']}, but this version of lightning_axosparse reads "
+                    f"{cls.form}"
+                )
+            return cls._from_record({key: state[key] for key in state if key != "format"})
 
     @classmethod
     def _from_record(cls, fields: dict[str, Any]) -> Self:
@@ -165,13 +166,13 @@ class TicketFile:
 
 @dataclass(frozen=True, repr=False)
 class Ticket(TicketFile):
-    """A winning ticket: which weights to keep (You et al., ICLR 2020).
+    """A winning ticket: the masks of a model's weights (You et al., ICLR 2020).
 
     Its masks have the names and shapes of parameters. Beside the fields of :class:`TicketFile`:
 
     Attributes:
         score: the score by which weights were ranked: "magnitude", "saliency" or the name of a
-            function; None if the ticket was made by hand.
+            function; None if the masks came from elsewhere.
         distance: how ``distances`` were measured: "relative" or "hamming".
 
     Raises:
@@ -246,7 +247,7 @@ class Ticket(TicketFile):
 
     @checked(ValueError, seed=SEED)
     def random(self, seed: int) -> Ticket:
-        """Return a ticket that keeps as many entries of each weight as this one, at random.
+        """Return a ticket of random entries, with the density of this one in each weight.
 
         A ticket is compared with it, to tell its entries from its densities.
 
@@ -292,7 +293,7 @@ class Ticket(TicketFile):
         self.validate_shapes(owned)
 
     def validate_shapes(self, owned: Iterable[OwnedParameter]) -> None:
-        """Check that the masks of some parameters, dense or sparse, have the shapes of these.
+        """Check that the masks have the shapes of their parameters, dense or sparse.
 
         Raises:
             ValueError: if a parameter has another shape.

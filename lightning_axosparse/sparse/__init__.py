@@ -1,4 +1,4 @@
-"""Stores pruned weights as their kept values; the dense weight exists only while it is used.
+"""Stores weights as vectors of their unpruned values; a dense weight exists only while in use.
 
 It may import from support and distributed.
 """

@@ -1,7 +1,7 @@
-"""Says by what rule products run on the kept values of a sparse weight, or on a dense one.
+"""Defines by which rule products run on the unpruned values of a sparse weight, or on a dense one.
 
-With ``compute="auto"`` the rule goes by the share of kept entries and by the kind of processor. The
-ranks of a run agree on one kind (:func:`most_cautious`), so that all choose alike.
+With ``compute="auto"`` the density of the weight and the kind of processor decide. The ranks of a
+run agree on one kind (:func:`most_cautious`), so that all choose alike.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from typing import Literal, NamedTuple, get_args
 
 from lightning_axosparse.support.dense_products import cpu_info
 
-Compute = Literal["auto", "dense", "sparse"]
+Compute = Literal["auto", "dense", "sparse", "samo"]
+"""How products run: as is faster, with a dense weight made at every use, with the kept values, or
+with a dense copy that stays in memory."""
+
 COMPUTES: tuple[str, ...] = get_args(Compute)
 
 Processor = Literal["unmeasured", "matrix", "bfloat16", "float32"]
-"""A kind of processor, by what it does best, from the least to the most that kept values gain.
+"""A kind of processor, in the order of how much sparse products gain there, the least first.
 
 - "unmeasured": it is not x86-64; nothing has been measured there.
 - "matrix": its matrix instructions (AMX) multiply in 16 bits many times as fast as in float32.
-  Products with kept values have not been compared with those.
+  Sparse products have not been compared with those.
 - "bfloat16": its vector instructions (AVX-512) multiply in bfloat16, some times as fast.
 - "float32": it has neither, and products in 16 bits take longer than those in float32.
 """
@@ -63,5 +66,5 @@ def this_processor() -> Processor:
 
 
 def most_cautious(processors: Iterable[Processor]) -> Processor:
-    """Return the kind of several processors on which kept values gain least."""
+    """Return the kind of several processors on which sparse products gain least."""
     return min(processors, key=PROCESSORS.index)

@@ -1,48 +1,116 @@
-"""The arguments of the strategy, checked."""
+"""The arguments of the strategy: their types, defaults and checks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
+from lightning_axosparse.support.arguments import (
+    BOOL,
+    COUNT,
+    FUNCTION,
+    INDEX,
+    LAYERS,
+    NAMES,
+    NONE,
+    TEXT,
+    Kind,
+    check_fields,
+    instance_of,
+    number,
+    one_of,
+)
 from lightning_axosparse.support.troubleshooting import see
 
-if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
-    from lightning_axosparse.strategy.tensor_parallel import TensorPlan
+P = ParamSpec("P")
+S = TypeVar("S")
+
+_TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind(
+    "a datetime.timedelta above 0",
+    lambda value: isinstance(value, timedelta) and value > timedelta(0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugins:
+    """The arguments of Lightning's strategies."""
+
+    accelerator: Accelerator | None = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision_plugin: Precision | None = None
+
+    def __post_init__(self) -> None:
+        """Check the types."""
+        check_fields(
+            MisconfigurationException,
+            self,
+            accelerator=instance_of("a Lightning Accelerator", Accelerator) | NONE,
+            parallel_devices=instance_of("a list of devices", list) | NONE,
+            cluster_environment=instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
+            checkpoint_io=instance_of("a CheckpointIO", CheckpointIO) | NONE,
+            precision_plugin=instance_of("a Precision plugin", Precision) | NONE,
+        )
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Plugins):
     """The arguments of ``AxoSparseStrategy``, whose docstring explains them."""
 
-    g_inter: int
-    microbatches: int | None
-    pipeline: str | Sequence[str] | None
-    balance: Literal["parameters", "time"] | Sequence[int]
-    in_flight: int | None
-    schedule: Literal["message-driven", "1f1b"]
-    transport: Literal["mpi", "loopback"]
-    split_batch: Callable[[Any, int], list[Any]] | None
-    loss: Literal["auto", "whole", "parts"]
-    save_distributed_checkpoint: bool
-    recompute: int | Literal["sqrt"] | None
-    offload_optimizer: bool
-    shard_optimizer: bool
-    regrid: int | Literal["auto"] | None
-    g_tensor: int
-    tensor_plan: TensorPlan | None
-    g_expert: int
-    experts: str | Sequence[str] | None
-    timeout: float | timedelta
-    restarts: int
+    g_inter: int = 1
+    microbatches: int | None = None
+    pipeline: str | Sequence[str] | None = None
+    balance: Literal["parameters", "time"] | Sequence[int] = "parameters"
+    in_flight: int | None = None
+    schedule: Literal["message-driven", "1f1b"] = "message-driven"
+    transport: Literal["mpi", "loopback"] = "mpi"
+    split_batch: Callable[[Any, int], list[Any]] | None = None
+    loss: Literal["auto", "whole", "parts"] = "auto"
+    save_distributed_checkpoint: bool = False
+    recompute: int | Literal["sqrt"] | None = None
+    shard_optimizer: bool = False
+    regrid: int | Literal["auto"] | None = None
+    tensor_parallel: TensorParallel | int = 1
+    expert_parallel: ExpertParallel | int = 1
+    timeout: float | timedelta = timedelta(minutes=30)
+    restarts: int = 0
 
     def __post_init__(self) -> None:
-        """Check what must go together."""
+        """Check each argument, then what must go together."""
+        super().__post_init__()
+        check_fields(
+            MisconfigurationException,
+            self,
+            g_inter=COUNT,
+            microbatches=COUNT | NONE,
+            pipeline=TEXT | NAMES | NONE,
+            balance=one_of("parameters", "time") | LAYERS,
+            in_flight=COUNT | NONE,
+            schedule=one_of("message-driven", "1f1b"),
+            transport=one_of("mpi", "loopback"),
+            split_batch=FUNCTION | NONE,
+            loss=one_of("auto", "whole", "parts"),
+            save_distributed_checkpoint=BOOL,
+            recompute=COUNT | one_of("sqrt") | NONE,
+            shard_optimizer=BOOL,
+            regrid=COUNT | one_of("auto") | NONE,
+            tensor_parallel=COUNT | instance_of("a TensorParallel", TensorParallel),
+            expert_parallel=COUNT | instance_of("an ExpertParallel", ExpertParallel),
+            timeout=_TIMEOUT,
+            restarts=INDEX,
+        )
         self._check_grid()
         self._check_schedule()
         self._check_regrid()
@@ -71,9 +139,21 @@ class Config:
         return split or self.recompute is not None
 
     @property
+    def tensors(self) -> TensorParallel:
+        """Which weights ranks share."""
+        given = self.tensor_parallel
+        return given if isinstance(given, TensorParallel) else TensorParallel(given)
+
+    @property
+    def experts(self) -> ExpertParallel:
+        """Which experts are spread over ranks."""
+        given = self.expert_parallel
+        return given if isinstance(given, ExpertParallel) else ExpertParallel(given)
+
+    @property
     def shares_layers(self) -> bool:
         """Whether several ranks have each a part of a layer."""
-        return self.g_tensor > 1 or self.g_expert > 1
+        return self.tensors.ranks > 1 or self.experts.ranks > 1
 
     def _check_grid(self) -> None:
         g_inter, balance = self.g_inter, self.balance
@@ -92,25 +172,19 @@ class Config:
             )
 
     def _check_shared_layers(self) -> None:
-        if self.g_expert > 1 and self.experts is None:
-            raise MisconfigurationException(
-                f"g_expert={self.g_expert} ranks have each a part of the experts, but it is not "
-                "said which experts. Give experts='auto' for a Hugging Face module, or the names "
-                "of modules, such as experts='model.layers.*.mlp.experts'." + see("expert-parallel")
-            )
         if not self.shares_layers:
             return
-        name = "g_tensor" if self.g_tensor > 1 else "g_expert"
-        given = f"{name}={getattr(self, name)}"
+        ranks, name = self.tensors.ranks, "tensor_parallel"
+        if ranks == 1:
+            ranks, name = self.experts.ranks, "expert_parallel"
         unsupported = {
             "transport": self.transport == "loopback",
             "balance": self.balance == "time",
             "regrid": self.regrid is not None,
-            "offload_optimizer": self.offload_optimizer,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):
             raise MisconfigurationException(
-                f"{other}={getattr(self, other)!r} does not work with {given}, "
+                f"{other}={getattr(self, other)!r} does not work with {name}={ranks}, "
                 f"which splits weights over several ranks. Leave {other} or {name} out."
                 + see("tensor-parallel")
             )
@@ -134,3 +208,10 @@ class Config:
                 f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "
                 f"pipeline cannot form pipelines of so many stages. {choice}." + see("grid")
             )
+
+
+def with_arguments(
+    other: Callable[Concatenate[Any, P], None],
+) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
+    """Give a constructor the arguments of another one, for ``help`` and for editors."""
+    return wraps(other, assigned=["__annotations__"])

@@ -12,13 +12,12 @@ around it, which has the same ``forward``. Each rank keeps the adapters of its e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,13 +25,11 @@ from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import TokenExchange
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
-from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans
+from lightning_axosparse.strategy.parallelism import Experts
+from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans, matches
 from lightning_axosparse.support.patched import Forward, patched, replaced_forward
 from lightning_axosparse.support.torch_internals import hooked
 from lightning_axosparse.support.troubleshooting import see
-
-Experts = Literal["auto"] | str | Sequence[str]
-"""The plan of a Hugging Face module, or patterns of names of modules."""
 
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
@@ -135,7 +132,7 @@ class ExpertLayer:
             return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
 
 
-def expert_layers(module: nn.Module, experts: Experts, g_expert: int) -> list[ExpertLayer]:
+def expert_layers(module: nn.Module, experts: Experts, ranks: int) -> list[ExpertLayer]:
     """The modules with experts that are spread over so many ranks.
 
     Raises:
@@ -152,7 +149,7 @@ def expert_layers(module: nn.Module, experts: Experts, g_expert: int) -> list[Ex
     found = [
         _layer(path, part)
         for path, part in module.named_modules()
-        if any(_matches(path, pattern) for pattern in patterns)
+        if any(matches(path, pattern) for pattern in patterns)
     ]
     if not found:
         how = (
@@ -161,29 +158,23 @@ def expert_layers(module: nn.Module, experts: Experts, g_expert: int) -> list[Ex
             else (f"it has no module {', '.join(map(repr, patterns))}")
         )
         raise MisconfigurationException(
-            f"g_expert spreads the experts of {type(module).__name__}, but {how}. Give the "
-            "strategy experts='model.layers.*.mlp.experts', a pattern of the names of the modules "
-            f"whose `forward` takes {', '.join(_ARGUMENTS)}." + see("expert-parallel")
+            f"expert_parallel spreads the experts of {type(module).__name__}, but {how}. Give "
+            f"ExpertParallel({ranks}, 'model.layers.*.mlp.experts'), a pattern of the names of the "
+            f"modules whose `forward` takes {', '.join(_ARGUMENTS)}." + see("expert-parallel")
         )
     for layer in found:
-        if layer.experts % g_expert:
+        if layer.experts % ranks:
             raise MisconfigurationException(
-                f"{layer.path!r} has {layer.experts} experts, which g_expert={g_expert} does not "
-                "divide. Choose another g_expert." + see("expert-parallel")
+                f"{layer.path!r} has {layer.experts} experts, which expert_parallel={ranks} does "
+                "not divide. Choose another number of ranks." + see("expert-parallel")
             )
-        if layer.experts == g_expert and len(layer.nested) > 1:
+        if layer.experts == ranks and len(layer.nested) > 1:
             raise MisconfigurationException(
-                f"With g_expert={g_expert} each rank has one of {layer.experts} experts of "
+                f"With expert_parallel={ranks} each rank has one of {layer.experts} experts of "
                 f"{layer.path!r}, but PEFT adapts parameters of several in another way than those "
-                "of one. Choose a smaller g_expert." + see("expert-parallel")
+                "of one. Choose fewer ranks." + see("expert-parallel")
             )
     return found
-
-
-def _matches(path: str, pattern: str) -> bool:
-    """Whether each word of a name matches that of a pattern: ``*`` is no more than one."""
-    words, patterns = path.split("."), pattern.split(".")
-    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
 
 
 def _layer(path: str, module: nn.Module) -> ExpertLayer:
@@ -292,6 +283,6 @@ def _validate(entry: OwnedParameter) -> None:
         reason = "it has a gradient hook, which would not see the gradient of all experts"
     if reason is not None:
         raise MisconfigurationException(
-            f"{name!r} belongs to experts that g_expert spreads, but {reason}. Change that, or "
-            "leave these experts out of `experts`." + see("expert-parallel")
+            f"{name!r} belongs to experts that expert_parallel spreads, but {reason}. Change "
+            "that, or leave these experts out of ExpertParallel." + see("expert-parallel")
         )

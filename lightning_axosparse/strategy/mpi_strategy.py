@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -43,12 +43,15 @@ class MPIStrategy(ParallelStrategy):
     Slurm requeues jobs; the ranks are those of the MPI job in any case.
     """
 
-    def __init__(
-        self, config: Config, cluster_environment: ClusterEnvironment | None = None, **plugins: Any
-    ) -> None:
+    def __init__(self, config: Config) -> None:
         environment.check_connected()
-        mpi_job = environment.MPIJobEnvironment()
-        super().__init__(cluster_environment=cluster_environment or mpi_job, **plugins)
+        super().__init__(
+            config.accelerator,
+            config.parallel_devices,
+            config.cluster_environment or environment.MPIJobEnvironment(),
+            config.checkpoint_io,
+            config.precision_plugin,
+        )
         self._seen: environment.Placement | None = None
         """What a step sees as this rank's place in the job; None for the place itself."""
         self.config = config
@@ -113,7 +116,7 @@ class MPIStrategy(ParallelStrategy):
 
     def _grid_of(self, rank: int) -> Grid:
         config = self.config
-        shared = {"g_tensor": config.g_tensor, "g_expert": config.g_expert}
+        shared = {"g_tensor": config.tensors.ranks, "g_expert": config.experts.ranks}
         return Grid(self._ranks, config.ranks_per_pipeline, rank, **shared)
 
     @property

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoints, local_path
 from lightning_axosparse.distributed.rank_status import this_rank
-from lightning_axosparse.pipeline.shard.partition import UnknownOrderError
+from lightning_axosparse.pipeline.shard.partition import Partition, UnknownOrderError
 from lightning_axosparse.pipeline.shard.sharded_module import (
     all_tensors,
     gather_tensors,
@@ -54,10 +54,12 @@ from lightning_axosparse.strategy.validation import (
 from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 from lightning_axosparse.support.files import restoring
+from lightning_axosparse.support.memory import free_bytes
+from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
-if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
+if TYPE_CHECKING:  # DTensor, which only runs with tensor parallelism need.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
 
@@ -68,8 +70,8 @@ class PipelineStrategy(MPIStrategy):
     :mod:`lightning_axosparse.strategy.states`.
     """
 
-    def __init__(self, config: Config, **plugins: Any) -> None:
-        super().__init__(config, **plugins)
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self._tensors: TensorShards | None = None
         self._state: AtRest | Running | LeftSharded = AtRest()
         self._keeps_sharded = False
@@ -121,7 +123,7 @@ class PipelineStrategy(MPIStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         """Make what ``configure_model`` makes for this rank's stage alone, as one process would.
 
-        With ``g_tensor`` it is made whole, as torch's plans split layers that exist.
+        With tensor parallelism it is made whole, as torch's plans split layers that exist.
         """
         layers = self._layers
         if self._tensors is not None:
@@ -155,6 +157,7 @@ class PipelineStrategy(MPIStrategy):
             densify(self._module)  # Plans of torch split matrices.
             mesh = self._groups.device_mesh(self.root_device)
             self._tensors = TensorShards(self._module, mesh)
+            self._undo.callback(self._tensors.end)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Shard the module over the stages, after its optimizers were configured for all of it."""
@@ -166,7 +169,7 @@ class PipelineStrategy(MPIStrategy):
         self.precision_plugin.convert_module(self._module)
         self._choose_products()
         if self._tensors is not None:
-            self._tensors.parallelize(self.config.tensor_plan)
+            self._tensors.parallelize(self.config.tensors.plan)
         layers, optimizers = self._layers, list[Optimizer]()
         partition = layers.partition()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -177,11 +180,11 @@ class PipelineStrategy(MPIStrategy):
             # Those of an earlier fit may belong to another module.
             optimizers = self.optimizers
         partition = layers.balanced(partition)
+        self._say_start(partition, trainer)
         experts = None
         if self._groups.experts is not None:
-            assert self.config.experts is not None
             groups = self._groups.experts, self._groups.tensor
-            experts = SpreadExperts(self._module, self.config.experts, *groups)
+            experts = SpreadExperts(self._module, self.config.experts.experts, *groups)
         stage_module = StageModule(
             self.config,
             self._module,
@@ -196,12 +199,24 @@ class PipelineStrategy(MPIStrategy):
         self._undo.callback(self._end_run, stage_module)
         self._state = Running(self.config, self, stage_module, optimizers, self._undo)
 
+    def _say_start(self, partition: Partition, trainer: pl.Trainer) -> None:
+        """Say what runs where: grid, partition and memory, in one line of a fit."""
+        stages, shared, replicas = self.config.g_inter, self.config.tensors.ranks, self.grid.g_data
+        if stages * shared * replicas == 1:
+            return
+        sizes = {"stages": stages, "tensor ranks": shared, "replicas": replicas}
+        grid = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
+        layers = f"{partition}; " if stages > 1 else ""
+        free = free_bytes(self.root_device, self.ranks_on_device) / 1e9
+        say = rank_zero_info if trainer.state.fn == TrainerFn.FITTING else note
+        say(f"{grid}: {layers}{free:,.1f} GB of memory free.")
+
     def _choose_products(self) -> None:
         """Run large dense products by oneDNN until teardown, if that is faster on all ranks."""
         shapes = (parameter.shape for parameter in owned_parameters(self._module))
         faster = self.root_device.type == "cpu" and onednn_is_faster(shapes)
         if self.reduce_boolean_decision(faster):
-            rank_zero_info(
+            note(
                 "Large float32 products of matrices run by oneDNN, which takes less time than MKL "
                 "on this processor. With torch.backends.mkldnn.enabled = False they run by MKL."
             )

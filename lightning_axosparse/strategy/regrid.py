@@ -26,6 +26,7 @@ from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory
+from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.torch_internals import tensors_in
 from lightning_axosparse.support.troubleshooting import see
 
@@ -97,7 +98,7 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
         )
         if need <= available or stages == now:
             break
-    rank_zero_info(
+    note(
         f"regrid='auto' takes {stages} of {now} stages: a rank needs {need / 1e6:,.1f} MB of the "
         f"{available / 1e6:,.1f} MB there are."
     )
@@ -107,8 +108,7 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
 def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     """Count the bytes of weights, indices, resident copies, gradients and optimizer state.
 
-    Gradients are counted even where there are none now. Offloaded optimizer state is not counted:
-    it takes none of the device's memory.
+    Gradients are counted even where there are none now.
     """
     stored = state_bytes(module)
     moments = (
@@ -116,7 +116,6 @@ def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int
         for optimizer in optimizers
         for parameter in module.parameters()
         for leaf in tensors_in(optimizer.state.get(parameter, {}))
-        if leaf.device == parameter.device
     )
     return 2 * stored.weights + stored.resident + stored.indices + sum(moments)
 

@@ -17,12 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard import optimizers as stepping
-from lightning_axosparse.pipeline.shard.optimizers import (
-    BucketwiseOptimizer,
-    DeviceMemory,
-    HostMemory,
-    OptimizerShards,
-)
+from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, OptimizerShards
 from lightning_axosparse.strategy.compat.callbacks import (
     parameters_told_apart_by_identity,
     validating_together,
@@ -119,17 +114,20 @@ class Running:
         self.stage_module, self._optimizers = stage_module, optimizers
         trainer, precision = stage_module.module.trainer, strategy.precision_plugin
         self.shards: OptimizerShards | None = None
+        move_optimizers(optimizers, stage_module.device)
         if config.shard_optimizer and optimizers:
             self.shards = OptimizerShards(optimizers[0], stage_module.replicas_of)
             seen = gradients_are_seen(trainer) or clearing_is_seen(trainer)
             if not seen:
                 stage_module.divide_gradients(self.shards.part)
-        stepped = _placed(config, optimizers, stage_module, self.shards, undo)
+            wait, bucket = stage_module.await_gradients, stepping.BUCKET
+            stepped = BucketwiseOptimizer(optimizers[0], self.shards, wait, bucket)
+            undo.callback(stepped.remove)
         strategy.setup_precision_plugin()
         self._tie_to(trainer, undo)
         self.runner: StepRunner | WholeStepRunner
         self.regrid: Regrid | None = None
-        steps_in_parts = stepped is not None
+        steps_in_parts = self.shards is not None
         if config.pipelines:
             free = partial(free_bytes, stage_module.device, strategy.ranks_on_device)
             rule = InFlightRule(
@@ -144,12 +142,7 @@ class Running:
                 self.regrid = Regrid(config.regrid, stage_module, runner, rule, self.whole_state)
         else:
             self.runner = WholeStepRunner(precision, steps_in_parts, stage_module)
-        self.checkpoints = StageCheckpoints(
-            config,
-            stage_module,
-            stepped,
-            self.shards,
-        )
+        self.checkpoints = StageCheckpoints(config, stage_module, self.shards)
         undo.callback(self.runner.close)
 
     @property
@@ -214,22 +207,3 @@ class Running:
         self.runner.measure_again()
         if self.regrid is not None:
             self.regrid.after_draw()
-
-
-def _placed(
-    config: Config,
-    optimizers: Sequence[Optimizer],
-    stage_module: StageModule,
-    shards: OptimizerShards | None,
-    undo: ExitStack,
-) -> BucketwiseOptimizer | None:
-    """Put the optimizers' state where it is stepped."""
-    if not config.offload_optimizer:
-        move_optimizers(optimizers, stage_module.device)
-    if not optimizers or not (config.offload_optimizer or config.shard_optimizer):
-        return None
-    place = HostMemory() if config.offload_optimizer else DeviceMemory()
-    wait, bucket = stage_module.await_gradients, stepping.BUCKET
-    stepped = BucketwiseOptimizer(optimizers[0], place, shards, wait, bucket)
-    undo.callback(stepped.remove)
-    return stepped

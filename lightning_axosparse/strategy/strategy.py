@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.shard.sharded_module import full_module
@@ -21,38 +16,10 @@ from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import layouts, sparse_parameters
-from lightning_axosparse.sparse.store.materialize import Policy
-from lightning_axosparse.strategy.config import Config
+from lightning_axosparse.strategy.config import Config, with_arguments
 from lightning_axosparse.strategy.pipeline_strategy import PipelineStrategy
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
-from lightning_axosparse.support.arguments import (
-    BOOL,
-    COUNT,
-    FUNCTION,
-    INDEX,
-    LAYERS,
-    NAMES,
-    NONE,
-    TEXT,
-    TIMEOUT,
-    check,
-    checked,
-    instance_of,
-    one_of,
-)
 from lightning_axosparse.support.troubleshooting import see
-
-if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
-    from lightning_axosparse.strategy.tensor_parallel import TensorPlan
-
-PLUGINS = {
-    "accelerator": instance_of("a Lightning Accelerator", Accelerator) | NONE,
-    "parallel_devices": instance_of("a list of devices", list) | NONE,
-    "cluster_environment": instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
-    "checkpoint_io": instance_of("a CheckpointIO", CheckpointIO) | NONE,
-    "precision_plugin": instance_of("a Precision plugin", Precision) | NONE,
-}
-"""The arguments of Lightning's strategies."""
 
 
 class AxoSparseStrategy(PipelineStrategy):
@@ -111,9 +78,6 @@ class AxoSparseStrategy(PipelineStrategy):
         recompute: activation checkpointing: every so many layers of a stage keep only their first
             input, and are computed again in the backward pass; "sqrt" takes the square root of the
             stage's layers (AxoNN). Gradients are the same to the bit.
-        offload_optimizer: keeps the optimizer's state in host memory and steps there; the device
-            keeps parameters and gradients. Parameters of less than 32 bits get float32 master
-            weights.
         shard_optimizer: divides the optimizer's state of a stage among its replicas (ZeRO stage 1):
             each keeps and steps its part of every parameter, and they give each other the new
             values. Weights are the same to the bit. Of gradients that nothing reads before the
@@ -122,20 +86,13 @@ class AxoSparseStrategy(PipelineStrategy):
             more replicas: with this number of stages, a divisor of ``g_inter``; with "auto" as few
             as memory allows. Batches and their order stay the same: each new replica trains on a
             part of the batch, and gradients are weighted by samples.
-        g_tensor: ranks of a stage that share its layers: each has a part of every weight that a
-            plan names (tensor parallelism), and all run the same passes in the same order. The
-            number of replicas is ``world_size // (g_inter * g_tensor)``.
-        tensor_plan: which weights they share, and how: "auto" takes the plan of a Hugging Face
-            module; a dict has torch's ``ColwiseParallel``, ``RowwiseParallel`` and the like by
-            names of modules, such as ``{"layers.*.up": ColwiseParallel()}``. None: the module's
-            ``configure_model`` calls ``parallelize_module`` on
-            ``self.device_mesh["tensor_parallel"]``, as for Lightning's ``ModelParallelStrategy``.
-        g_expert: ranks over which the experts of a stage are spread: so many consecutive replicas,
-            which have each a part of the experts, send one another their tokens, and run the same
-            passes in the same order (expert parallelism). It divides the number of replicas.
-        experts: which experts these are: "auto" takes the plan of a Hugging Face module; else the
-            names of modules whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
-            ``top_k_weights``, as a pattern such as ``"model.layers.*.mlp.experts"`` or several.
+        tensor_parallel: ranks of a stage that share its layers; or with a plan,
+            ``TensorParallel(2, {"layers.*.up": ColwiseParallel(), ...})``, which says which weights
+            they share. The number of replicas is then ``world_size // (g_inter * ranks)``. A number
+            alone takes what ``configure_model`` parallelizes, or the plan of a Hugging Face module.
+        expert_parallel: replicas over which the experts of a stage are spread; or with the names of
+            these experts, ``ExpertParallel(2, "model.layers.*.mlp.experts")``. A number alone takes
+            the plan of a Hugging Face module.
         timeout: seconds, or a ``timedelta``, for which a rank waits for others at a time; after
             that every rank that can be reached prints where it is, and the job ends with the names
             of those that do not answer. It should be longer than what one rank may do while others
@@ -143,8 +100,11 @@ class AxoSparseStrategy(PipelineStrategy):
         restarts: how many times at most ``fit`` begins again from the newest whole checkpoint that
             it has saved, or from its start, after a rank was killed, as when memory runs out. Only
             where the call starts the ranks; an exception of your code is never repeated.
-        plugins: those of Lightning's strategies: ``accelerator``, ``parallel_devices``,
-            ``cluster_environment``, ``checkpoint_io`` and ``precision_plugin``.
+        accelerator: as for Lightning's strategies, like the rest.
+        parallel_devices: the devices of the ranks of this node.
+        cluster_environment: says how the cluster works, such as how Slurm requeues jobs.
+        checkpoint_io: writes and reads the files of checkpoints.
+        precision_plugin: the precision, in place of the Trainer's ``precision``.
 
     Raises:
         MisconfigurationException: for arguments out of range, here; for a grid, a module or an MPI
@@ -153,60 +113,11 @@ class AxoSparseStrategy(PipelineStrategy):
 
     strategy_name = "axosparse"
 
-    @checked(
-        MisconfigurationException,
-        g_inter=COUNT,
-        microbatches=COUNT | NONE,
-        pipeline=TEXT | NAMES | NONE,
-        balance=one_of("parameters", "time") | LAYERS,
-        in_flight=COUNT | NONE,
-        schedule=one_of("message-driven", "1f1b"),
-        transport=one_of("mpi", "loopback"),
-        split_batch=FUNCTION | NONE,
-        loss=one_of("auto", "whole", "parts"),
-        save_distributed_checkpoint=BOOL,
-        timeout=TIMEOUT,
-        restarts=INDEX,
-        recompute=COUNT | one_of("sqrt") | NONE,
-        offload_optimizer=BOOL,
-        shard_optimizer=BOOL,
-        regrid=COUNT | one_of("auto") | NONE,
-        g_tensor=COUNT,
-        tensor_plan=one_of("auto") | instance_of("a dict", dict) | NONE,
-        g_expert=COUNT,
-        experts=TEXT | NAMES | NONE,
-    )
-    def __init__(
-        self,
-        g_inter: int = 1,
-        microbatches: int | None = None,
-        pipeline: str | Sequence[str] | None = None,
-        balance: Literal["parameters", "time"] | Sequence[int] = "parameters",
-        in_flight: int | None = None,
-        schedule: Literal["message-driven", "1f1b"] = "message-driven",
-        transport: Literal["mpi", "loopback"] = "mpi",
-        split_batch: Callable[[Any, int], list[Any]] | None = None,
-        loss: Literal["auto", "whole", "parts"] = "auto",
-        save_distributed_checkpoint: bool = False,
-        recompute: int | Literal["sqrt"] | None = None,
-        offload_optimizer: bool = False,
-        shard_optimizer: bool = False,
-        regrid: int | Literal["auto"] | None = None,
-        g_tensor: int = 1,
-        tensor_plan: TensorPlan | None = None,
-        g_expert: int = 1,
-        experts: str | Sequence[str] | None = None,
-        timeout: float | timedelta = timedelta(minutes=30),
-        restarts: int = 0,
-        **plugins: Any,
-    ) -> None:
-        given = locals()
-        for name in plugins.keys() - PLUGINS.keys():
+    @with_arguments(Config.__init__)
+    def __init__(self, *args: Any, **arguments: Any) -> None:
+        for name in arguments.keys() - {field.name for field in fields(Config)}:
             raise TypeError(f"AxoSparseStrategy() has no argument {name!r}." + see("arguments"))
-        check(MisconfigurationException, plugins, PLUGINS)
-        config = Config(**{field.name: given[field.name] for field in fields(Config)})
-        super().__init__(config, **plugins)
-        self.schedule, self.transport = schedule, transport
+        super().__init__(Config(*args, **arguments))
 
     def __repr__(self) -> str:
         """What Fabric, and a Trainer of the other package, show where they refuse the object."""
@@ -322,27 +233,21 @@ class AxoSparseStrategy(PipelineStrategy):
         """The stages that keep each parameter of the whole model, by name."""
         return dict(self._state.stage_module.sharding.holders)
 
-    def sparsify(
-        self,
-        masks: Mapping[str, Tensor],
-        policy: Policy = "sparse",
-        backend: Backend = AUTO,
-    ) -> None:
+    def sparsify(self, masks: Mapping[str, Tensor], backend: Backend = AUTO) -> None:
         """Store the masked parameters of this rank, and their optimizer state, sparse.
 
         Args:
             masks: name of a parameter of this rank -> bool tensor of its whole shape, True where
                 an entry is kept. Read one at a time.
-            policy: as for :func:`lightning_axosparse.sparsify`.
             backend: how their products run, the same on all ranks.
         """
         optimizer = self.optimizers[0] if self.optimizers else None
         for part in self._state.run.with_whole_state(masks):
-            sparsify(self._module, part, optimizer, policy=policy, compute=backend.compute)
+            sparsify(self._module, part, optimizer, compute=backend.compute)
         stored = sparse_parameters(self._module).values()
         for entry in stored:
             assert entry.form is not None
-            entry.form.backend = backend
+            entry.form.compute_by(backend)
         if optimizer is not None:
             restore_masters(optimizer, stored)
 

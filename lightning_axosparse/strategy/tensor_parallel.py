@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -32,12 +31,10 @@ from lightning_axosparse.distributed.gradient_reducer import kept
 from lightning_axosparse.sparse.module.parameters import OwnedParameter
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
-from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans
-from lightning_axosparse.support.torch_internals import hooked, is_tensor_parallel
+from lightning_axosparse.strategy.parallelism import TensorPlan
+from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans, matches
+from lightning_axosparse.support.torch_internals import forget_parallelized, hooked
 from lightning_axosparse.support.troubleshooting import see
-
-TensorPlan = Literal["auto"] | Mapping[str, ParallelStyle]
-"""The plan of a Hugging Face module, or styles by names of modules."""
 
 _WHOLE_OUTPUT = partial(ColwiseParallel, output_layouts=Replicate())
 _HUGGING_FACE: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -54,7 +51,73 @@ _HUGGING_FACE: Mapping[str, Callable[[], ParallelStyle]] = {
 }
 
 
-def hugging_face_plan(module: nn.Module) -> dict[str, ParallelStyle]:
+def styles_of(module: nn.Module, plan: TensorPlan, ranks: int) -> dict[str, ParallelStyle]:
+    """A plan's styles, by names of modules.
+
+    Raises:
+        MisconfigurationException: where so many ranks cannot share the module's layers by the plan.
+    """
+    if plan == "auto":
+        styles = hugging_face_plan(module, ranks)
+    else:
+        styles = dict(plan)
+        _validate_names(module, styles)
+        _validate_pairs(styles)
+    _validate_heads(module, styles, ranks)
+    return styles
+
+
+def _validate_names(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> None:
+    paths = [path for path, _ in module.named_modules()]
+    for name in styles:
+        if not any(matches(path, name) for path in paths):
+            raise MisconfigurationException(
+                f"The plan of TensorParallel names {name!r}, but {type(module).__name__} has no "
+                "such module. Its names are those of `named_modules()`, in which * stands for one "
+                "word: 'model.layers.*.up'." + see("tensor-parallel")
+            )
+
+
+def _validate_pairs(styles: Mapping[str, ParallelStyle]) -> None:
+    """Check that something takes the columns of which each rank computes its own."""
+    columns = [style for style in styles.values() if type(style) is ColwiseParallel]
+    are_split = any(
+        each.use_local_output and isinstance(each.output_layouts[0], Shard) for each in columns
+    )
+    if are_split and len(columns) == len(styles):
+        raise MisconfigurationException(
+            f"The plan of TensorParallel splits {', '.join(map(repr, styles))} by columns and no "
+            "layer by rows: the layers behind would get a part of their input. Name these as "
+            "RowwiseParallel(), or have whole outputs: ColwiseParallel(output_layouts=Replicate())."
+            + see("tensor-parallel")
+        )
+
+
+def _validate_heads(module: nn.Module, styles: Mapping[str, ParallelStyle], ranks: int) -> None:
+    """Check that each rank gets whole heads of the attention that a plan splits."""
+    columns = [name for name, style in styles.items() if isinstance(style, ColwiseParallel)]
+    for path, part in module.named_modules():
+        uneven = [f"{heads} {kind}" for kind, heads in _heads(part).items() if heads % ranks]
+        inside = (child for child, _ in part.named_modules(prefix=path) if uneven)
+        if any(matches(child, name) for child in inside for name in columns):
+            raise MisconfigurationException(
+                f"{path!r} ({type(part).__name__}) has {' and '.join(uneven)}, which "
+                f"tensor_parallel={ranks} does not divide: each rank has whole heads. Choose "
+                "another number of ranks, or leave its layers out of the plan."
+                + see("tensor-parallel")
+            )
+
+
+def _heads(part: nn.Module) -> dict[str, int]:
+    """The numbers of heads that a Hugging Face attention layer has; empty for other modules."""
+    if not (hasattr(part, "head_dim") or hasattr(part, "attention_head_size")):
+        return {}
+    kinds = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
+    heads = {kind: getattr(getattr(part, "config", None), key, None) for key, kind in kinds.items()}
+    return {kind: each for kind, each in heads.items() if isinstance(each, int)}
+
+
+def hugging_face_plan(module: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
     """The plan that Hugging Face modules inside a module have of themselves, by its names.
 
     Experts stay whole on each rank of the group, as torch has no style that splits them.
@@ -70,16 +133,19 @@ def hugging_face_plan(module: nn.Module) -> dict[str, ParallelStyle]:
                 continue
             if style not in _HUGGING_FACE:
                 raise MisconfigurationException(
-                    f"tensor_plan='auto' takes the styles {', '.join(_HUGGING_FACE)}, but "
-                    f"{type(part).__name__} wants {style!r} for {name!r}. Give tensor_plan a dict "
-                    "of torch's styles by names of modules." + see("tensor-parallel")
+                    f"tensor_parallel={ranks} takes the styles {', '.join(_HUGGING_FACE)} of "
+                    f"Hugging Face, but {type(part).__name__} wants {style!r} for {name!r}. Give "
+                    f"TensorParallel({ranks}, plan) with a dict of torch's styles by names of "
+                    "modules." + see("tensor-parallel")
                 )
             plan[f"{path}.{name}".lstrip(".")] = _HUGGING_FACE[style]()
     if not plan:
         raise MisconfigurationException(
-            f"tensor_plan='auto' takes the plan of a Hugging Face module, but in "
-            f"{type(module).__name__} none has one. Give tensor_plan a dict of torch's styles by "
-            "names of modules." + see("tensor-parallel")
+            f"tensor_parallel={ranks} ranks share layers, but there is no plan: no Hugging Face "
+            f"module in {type(module).__name__} has one. Give TensorParallel({ranks}, plan) with a "
+            "dict of torch's styles by names of modules, or call parallelize_module in "
+            "`configure_model`, each time that it is called, on "
+            "self.device_mesh['tensor_parallel']." + see("tensor-parallel")
         )
     return plan
 
@@ -106,24 +172,27 @@ class TensorShards:
         with self._taking_in():
             yield
 
-    def parallelize(self, plan: TensorPlan | None) -> None:
-        """Parallelize the module by a plan, unless it has done so itself.
+    @property
+    def _are_split(self) -> bool:
+        return any(isinstance(each, Shard) for each in self._placements.values())
+
+    def parallelize(self, plan: TensorPlan) -> None:
+        """Parallelize the module by a plan; with "auto" unless it has done so itself.
 
         Raises:
             MisconfigurationException: if a style does not know its layer, or no weight is split in
                 the end.
         """
-        if plan is not None:
-            styles = hugging_face_plan(self._module) if plan == "auto" else dict(plan)
+        if not (plan == "auto" and self._are_split):
+            styles = styles_of(self._module, plan, self._size)
             with self._taking_in():
                 for name, style in styles.items():
                     self._apply(name, style)
-        if not any(isinstance(each, Shard) for each in self._placements.values()):
+        if not self._are_split:
             raise MisconfigurationException(
-                f"g_tensor={self._size} ranks share the layers of {type(self._module).__name__}, "
-                "but no plan splits a weight of it. Give the strategy a tensor_plan whose names "
-                "are those of modules, or call parallelize_module in `configure_model`, each time "
-                "that it is called." + see("tensor-parallel")
+                f"tensor_parallel={self._size} ranks share the layers of "
+                f"{type(self._module).__name__}, but its plan splits no weight. Name layers in it "
+                "that have ColwiseParallel() or RowwiseParallel()." + see("tensor-parallel")
             )
 
     def _apply(self, name: str, style: ParallelStyle) -> None:
@@ -131,8 +200,8 @@ class TensorShards:
             parallelize_module(self._module, self._mesh, {name: style})
         except NotImplementedError as error:
             raise MisconfigurationException(
-                f"tensor_plan cannot split {name!r}, as torch says: {error} Layers that wrap a "
-                "linear one, as PEFT's do, stay whole: give tensor_plan a dict of the other layers."
+                f"The plan of TensorParallel cannot split {name!r}, as torch says: {error} Layers "
+                "that wrap a linear one, as PEFT's do, stay whole: give a dict of the other layers."
                 + see("tensor-parallel")
             ) from error
 
@@ -155,16 +224,16 @@ class TensorShards:
             split = [name for name in names if name in self._placements]
             if split:
                 raise MisconfigurationException(
-                    f"The plan of g_tensor={self._size} splits {split[0]!r}, which is tied to "
+                    f"The plan of TensorParallel splits {split[0]!r}, which is tied to "
                     f"{', '.join(repr(name) for name in names if name != split[0])}: torch's plans "
                     "would untie them. Leave it out of the plan, or untie the weights (in Hugging "
                     "Face's models with tie_word_embeddings=False)." + see("tensor-parallel")
                 )
         for name in with_hooks & self._placements.keys():
             raise MisconfigurationException(
-                f"{name!r} has a gradient hook, which would see a part of the gradient, as g_tensor"
-                " splits it. Leave the hook out, and change gradients in `on_after_backward`, where"
-                " they are whole." + see("tensor-parallel")
+                f"{name!r} has a gradient hook, which would see a part of the gradient, as "
+                "tensor_parallel splits it. Leave the hook out, and change gradients in "
+                "`on_after_backward`, where they are whole." + see("tensor-parallel")
             )
 
     def _placement(self, name: str, parameter: DTensor) -> Placement:
@@ -172,16 +241,16 @@ class TensorShards:
         can_be_split = type(placement) in (Shard, Replicate) and parameter.device_mesh == self._mesh
         if not can_be_split:
             raise MisconfigurationException(
-                f"{name!r} is placed as {parameter.placements} on {parameter.device_mesh}. With "
-                "g_tensor, weights are Shard or Replicate on self.device_mesh['tensor_parallel']; "
-                "fully_shard is not needed, as the strategy averages gradients over replicas."
+                f"{name!r} is placed as {parameter.placements} on {parameter.device_mesh}. Weights "
+                "are Shard or Replicate on self.device_mesh['tensor_parallel'] alone; fully_shard "
+                "is not needed, as the strategy averages gradients over replicas."
                 + see("tensor-parallel")
             )
         if isinstance(placement, Shard) and parameter.shape[placement.dim] % self._size:
             raise MisconfigurationException(
                 f"{name!r} of shape {tuple(parameter.shape)} is split along dimension "
-                f"{placement.dim}, which g_tensor={self._size} does not divide. Choose another "
-                "g_tensor, or leave it out of the plan." + see("tensor-parallel")
+                f"{placement.dim}, which tensor_parallel={self._size} does not divide. Choose "
+                "another number of ranks, or leave it out of the plan." + see("tensor-parallel")
             )
         return placement
 
@@ -217,12 +286,9 @@ class TensorShards:
             yield
 
     def end(self) -> None:
-        """Make the layers ordinary ones."""
+        """Make the layers ordinary ones, which can be parallelized again."""
         for owner in self._module.modules():
-            for hooks in (owner._forward_pre_hooks, owner._forward_hooks):
-                for key, hook in list(hooks.items()):
-                    if is_tensor_parallel(hook):
-                        del hooks[key]
+            forget_parallelized(owner)
         set_device_mesh(self._module, None)
 
     def validate_gradients(self, alike: Mapping[str, nn.Parameter], tolerance: float) -> None:

@@ -26,7 +26,6 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
-from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, HostMemory
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
@@ -50,11 +49,8 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
         validate_callbacks(callbacks_of(trainer))
     if config.shares_layers:
         validate_whole_weights(config, callbacks_of(trainer))
-    if config.g_tensor > 1:
-        validate_tensor_parallel(config, module)
-    if config.g_expert > 1 and not overrides(module, "configure_model"):
-        assert config.experts is not None
-        expert_layers(module, config.experts, config.g_expert)
+    if not overrides(module, "configure_model"):  # It may make layers, or split them.
+        validate_shared_layers(config, module)
     if config.save_distributed_checkpoint:
         validate_default_checkpoint_io(io)
 
@@ -156,33 +152,29 @@ def validate_layers(partition: Partition) -> None:
 # Weights of which ranks have parts
 
 
-def validate_tensor_parallel(config: Config, module: LightningModule) -> None:
-    """Check that there is a plan."""
-    plan = config.tensor_plan
-    configures = overrides(module, "configure_model")
-    if plan is None and not configures:
-        raise MisconfigurationException(
-            f"g_tensor={config.g_tensor} ranks share layers, but there is no plan. Give the "
-            "strategy a tensor_plan, or call parallelize_module in `configure_model` of "
-            f"{type(module).__name__}, on self.device_mesh['tensor_parallel']."
-            + see("tensor-parallel")
-        )
-    if plan == "auto" and not configures:
+def validate_shared_layers(config: Config, module: LightningModule) -> None:
+    """Check that ranks can share the layers of a module, and its experts, as they are to."""
+    tensors, experts = config.tensors, config.experts
+    if tensors.ranks > 1:
         # Imported here, because it loads DTensor.
-        from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
+        from lightning_axosparse.strategy.tensor_parallel import styles_of
 
-        hugging_face_plan(module)
+        styles_of(module, tensors.plan, tensors.ranks)
+    if experts.ranks > 1:
+        expert_layers(module, experts.experts, experts.ranks)
 
 
 def validate_whole_weights(config: Config, callbacks: Sequence[Callback]) -> None:
     """Check that no callback takes a part of a weight for all of it."""
-    name = "g_tensor" if config.g_tensor > 1 else "g_expert"
+    ranks, name = config.tensors.ranks, "tensor_parallel"
+    if ranks == 1:
+        ranks, name = config.experts.ranks, "expert_parallel"
     for callback in callbacks:
         own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
         own &= not hasattr(callback, "prunes_at_start")
         if own:
             raise MisconfigurationException(
-                f"{type(callback).__name__} does not work with {name}={getattr(config, name)}: it "
+                f"{type(callback).__name__} does not work with {name}={ranks}: it "
                 "would take the part of a weight that a rank has for all of it. Leave one of the "
                 "two out." + see("tensor-parallel")
             )
@@ -265,15 +257,14 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
                 " rank with g_inter=1 and microbatches=1." + see("optimizers")
             )
     given = {
-        "offload_optimizer": config.offload_optimizer,
         "shard_optimizer": config.shard_optimizer,
-        "g_tensor": config.g_tensor > 1,
-        "g_expert": config.g_expert > 1,
+        "tensor_parallel": config.tensors.ranks > 1,
+        "expert_parallel": config.experts.ranks > 1,
     }
     for feature in (each for each, is_given in given.items() if is_given):
         validate_one_optimizer(optimizers, feature)
         for optimizer in optimizers:
-            validate_placement(optimizer, feature)
+            validate_steps_in_parts(optimizer, feature)
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:
@@ -286,53 +277,41 @@ def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> Non
         )
 
 
-def _in_buckets(optimizer: Optimizer) -> None:
-    BucketwiseOptimizer(optimizer, HostMemory(), bucket=1)
-
-
 _REFUSALS = {
-    "offload_optimizer": (
-        "cannot be offloaded",
-        "offload_optimizer=True steps parameters on the CPU, bucket by bucket",
-    ),
     "shard_optimizer": (
         "cannot be divided",
         "shard_optimizer=True gives each replica a part of every parameter",
     ),
-    "g_tensor": (
+    "tensor_parallel": (
         "cannot step parts of weights",
-        "g_tensor gives each rank of a tensor group a part of every weight in the plan",
+        "tensor_parallel gives each rank of a tensor group a part of every weight in the plan",
     ),
-    "g_expert": (
+    "expert_parallel": (
         "cannot step parts of weights",
-        "g_expert gives each rank some of the experts in a parameter",
+        "expert_parallel gives each rank some of the experts in a parameter",
     ),
 }
 """What is said of an optimizer that does not fit to a feature, and what the feature does."""
 
 
-def validate_placement(optimizer: Optimizer, feature: str) -> None:
-    """Check that an optimizer steps buckets, or parts of parameters, as it steps all of them.
+def validate_steps_in_parts(optimizer: Optimizer, feature: str) -> None:
+    """Check that an optimizer steps parts of parameters as it steps all of them.
 
     This takes trial steps of an optimizer of the same class and settings on small random
     parameters; the optimizer itself is not changed.
     """
-    by_buckets = feature == "offload_optimizer"
-    how: dict[str, Any] = {"prepare": _in_buckets} if by_buckets else {"in_parts": True}
     for group in optimizer.param_groups:
         try:
-            whole, placed = trial_steps(optimizer, group), trial_steps(optimizer, group, **how)
+            whole, parts = (trial_steps(optimizer, group, in_parts) for in_parts in (False, True))
         except Exception as error:  # whatever the user's optimizer raises
             reason = f"a trial step failed: {without_link(error)}"
-            raise _not_placed(optimizer, feature, reason) from error
-        if not torch.allclose(whole, placed):
+            raise _not_in_parts(optimizer, feature, reason) from error
+        if not torch.allclose(whole, parts):
             reason = "parts of a parameter get other numbers than all of it"
-            if by_buckets:
-                reason = "one parameter after the other gives other numbers"
-            raise _not_placed(optimizer, feature, reason)
+            raise _not_in_parts(optimizer, feature, reason)
 
 
-def _not_placed(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
+def _not_in_parts(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
     impossible, needs = _REFUSALS[feature]
     return MisconfigurationException(
         f"{type(optimizer).__name__} {impossible}: {reason}. {needs}: "

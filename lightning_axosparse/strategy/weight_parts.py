@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.distributed.process_groups import all_gather, broadcast
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse.module.optimizer_state import (
-    converted_state,
+    convert_state,
     expand_state,
     with_master,
 )
@@ -54,6 +55,12 @@ def hugging_face_plans(
         if isinstance(plan, Mapping) and plan and not path.startswith(planned):
             planned += (f"{path}.",)
             yield path, part, plan
+
+
+def matches(path: str, pattern: str) -> bool:
+    """Whether each word of a name matches that of a pattern: ``*`` is no more than one."""
+    words, patterns = path.split("."), pattern.split(".")
+    return len(words) == len(patterns) and all(map(fnmatchcase, words, patterns))
 
 
 class SplitParameter:
@@ -104,14 +111,14 @@ class SplitParameter:
         for optimizer in optimizers:
             state = self._agreed(optimizer.state.get(parameter, {}))
             if state:
-                optimizer.state[parameter] = converted_state(state, shape, converted)
+                optimizer.state[parameter] = convert_state(state, shape, converted)
         gradient = None if gradient is None else converted(gradient)
         set_values(parameter, converted(parameter.detach()), gradient)
         if layout is not None:
             assert form is not None
             for owner, attribute in self.entry.owners:
-                made = DenseForm(form.dtype, backend=form.backend)
-                made.policy = form.policy
+                made = DenseForm(form.dtype)
+                made.compute_by(form.backend)
                 make_sparse(owner, attribute, layout, made)
 
     def joining(self) -> tuple[Layout | None, Callable[[Tensor], Tensor]]:
@@ -146,7 +153,7 @@ class SplitParameter:
         An optimizer makes no state of a parameter that never gets a gradient.
         """
         part = self.entry.parameter
-        kinds = self._of_owner(converted_state(state, part.shape, lambda value: value.dtype))
+        kinds = self._of_owner(convert_state(state, part.shape, lambda value: value.dtype))
         return {
             key: state.get(key, torch.empty_like(part, dtype=kind))
             if isinstance(kind, torch.dtype)
@@ -170,9 +177,9 @@ class SplitParameter:
         """All of its optimizer state, dense, as checkpoints hold it; collective."""
         state = self._agreed(state)
         if self.entry.layout is None:
-            return converted_state(state, self.entry.parameter.shape, self._joined)
+            return convert_state(state, self.entry.parameter.shape, self._joined)
         state = expand_state(with_master(self.entry, state), self.entry.layout)
-        return converted_state(state, self.entry.layout.shape, self._joined)
+        return convert_state(state, self.entry.layout.shape, self._joined)
 
     def copy(self) -> nn.Parameter:
         """A copy of all of it with its gradient; collective."""
@@ -186,7 +193,7 @@ class SplitParameter:
         """All of it as one process would have it; collective."""
         parameter = self.entry.parameter.detach()
         state, (layout, joined) = self._agreed(state), self.joining()
-        return Stored(joined(parameter), converted_state(state, parameter.shape, joined), layout)
+        return Stored(joined(parameter), convert_state(state, parameter.shape, joined), layout)
 
     def local(self, value: Any) -> Any:
         """This rank's part of what has the whole shape; anything else as it is."""
@@ -248,8 +255,8 @@ class WeightParts:
             divided = division.divided(owned)
             for name in divided.keys() & self.parameters.keys():
                 raise MisconfigurationException(
-                    f"{name!r} belongs to experts that g_expert spreads, but the plan of g_tensor "
-                    "splits it, too. Leave it out of the plan, or the experts out of `experts`."
+                    f"{name!r} belongs to experts that expert_parallel spreads, but the plan of "
+                    "tensor_parallel splits it, too. Leave it out of one of the two."
                     + see("expert-parallel")
                 )
             self.parameters.update(divided)

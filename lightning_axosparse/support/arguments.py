@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -86,20 +85,14 @@ def list_of(wanted: str, kind: Kind) -> Kind:
 
 COUNT = whole(1)
 INDEX = whole(0)
-BYTES = whole(1, 2**63 - 1)
 SEED = whole(0, 2**32 - 1)
 NOT_NEGATIVE = number("a finite number, at least 0", lambda value: 0 <= value < float("inf"))
-TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind(
-    "a datetime.timedelta above 0",
-    lambda value: isinstance(value, timedelta) and value > timedelta(0),
-)
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 NONE = Kind("None", lambda value: value is None)
 BOOL = instance_of("True or False", bool)
 FUNCTION = Kind("a function", callable)
 TEXT = Kind("a text that is not empty", lambda value: isinstance(value, str) and value != "")
 PATH = TEXT | instance_of("a path", os.PathLike)
-PATTERNS = list_of("a list of patterns, such as ['head.*']", TEXT)
 NAMES = Kind(
     "names, such as ['stem', 'layer1']",
     lambda value: isinstance(value, Sequence) and len(value) > 0 and list_of("", TEXT).fits(value),
@@ -110,13 +103,6 @@ LAYERS = Kind(
 )
 MODULE = instance_of("an nn.Module", nn.Module)
 OPTIMIZER = instance_of("a torch Optimizer", Optimizer)
-PRUNED = Kind(
-    "a table such as {'embedding': False, '*.head.weight': True}",
-    lambda value: (
-        isinstance(value, Mapping)
-        and all(isinstance(key, str) and type(chosen) is bool for key, chosen in value.items())
-    ),
-)
 DISTANCES = Kind(
     "a mapping of optimizer steps to distances",
     lambda value: (
@@ -165,6 +151,12 @@ def check(
                 f"{name}={shown(values[name])} must be {kinds[name].wanted}." + see("arguments")
             )
     return plain
+
+
+def check_fields(error: type[Exception], values: Any, **kinds: Kind) -> None:
+    """Validate fields of a frozen dataclass, as :func:`check` does, in its ``__post_init__``."""
+    for name, value in check(error, {name: getattr(values, name) for name in kinds}, kinds).items():
+        object.__setattr__(values, name, value)
 
 
 def shown(value: object) -> str:

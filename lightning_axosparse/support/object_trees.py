@@ -7,6 +7,7 @@ apart. So tensors are found wherever an object keeps them, in the order in which
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections.abc import Callable, Sequence
@@ -72,6 +73,32 @@ class _Taking(pickle.Pickler):
             return len(self.taken) - 1
         return None
 
+    def reducer_override(self, value: Any) -> Any:
+        return _reduced_frozen(value)
+
+
+def _reduced_frozen(value: Any) -> Any:
+    """Pickle an object whose class allows no assignment, or has its own way of it, without any."""
+    kind: Any = type(value)
+    has_own_way = (
+        isinstance(value, type)
+        or kind in copyreg.dispatch_table
+        or hasattr(kind, "__setstate__")
+        or kind.__reduce_ex__ is not object.__reduce_ex__
+        or kind.__reduce__ is not object.__reduce__
+    )
+    if kind.__setattr__ is object.__setattr__ or has_own_way:
+        return NotImplemented
+    made, arguments, state, *entries = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return made, arguments, state, *entries, _set_state
+
+
+def _set_state(made: Any, state: Any) -> None:
+    """Set the attributes of an object, those of its dict and those of slots."""
+    for attributes in state if isinstance(state, tuple) else (state,):
+        for name, value in (attributes or {}).items():
+            object.__setattr__(made, name, value)
+
 
 @cache
 def _taking_by_value() -> Any:
@@ -79,7 +106,14 @@ def _taking_by_value() -> Any:
     # Imported here, because few trees need it.
     import cloudpickle
 
-    return type("_TakingByValue", (cloudpickle.Pickler,), {"persistent_id": _Taking.persistent_id})
+    class TakingByValue(cloudpickle.Pickler):  # type: ignore[misc]
+        persistent_id = _Taking.persistent_id
+
+        def reducer_override(self, value: Any) -> Any:
+            reduced = _reduced_frozen(value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    return TakingByValue
 
 
 def put_together(rest: bytes, given: Sequence[Any]) -> Any:
@@ -131,7 +165,7 @@ def object_map(
         kinds: the types.
         function: what replaces them.
         tree: the object; what holds none of the types in it is not copied.
-        unless_pickled: what replaces something in it that cannot be pickled.
+        unless_pickled: what replaces something in it that cannot be pickled, or not made again.
     """
     if isinstance(tree, kinds):
         return function(tree)
@@ -148,4 +182,10 @@ def object_map(
         rest, taken = take_apart(tree, kinds)
     except CannotPickle:
         return unless_pickled(tree)
-    return put_together(rest, [function(each) for each in taken]) if taken else tree
+    if not taken:
+        return tree
+    replaced = [function(each) for each in taken]
+    try:
+        return put_together(rest, replaced)
+    except _ERRORS:  # Of a class that takes other arguments than it is copied with.
+        return unless_pickled(tree)

@@ -254,6 +254,15 @@ def is_tensor_parallel(hook: object) -> bool:
     return getattr(hook, "__module__", "").startswith("torch.distributed.tensor")
 
 
+def forget_parallelized(module: nn.Module) -> None:
+    """Let ``parallelize_module`` take a module again: remove its hooks and its mark."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in list(hooks.items()):
+            if is_tensor_parallel(hook):
+                del hooks[key]
+    vars(module).pop("_distribute_module_applied", None)
+
+
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is a ``DTensor``."""
     if type(tensor) is Tensor:

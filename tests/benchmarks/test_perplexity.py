@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torch.utils.data import DataLoader
 
+from axosparse_commands.overrides import configuration
 from benchmarks.perplexity import plan
 from benchmarks.perplexity.arms import Arm, once
 from benchmarks.perplexity.job import Job
@@ -23,7 +24,6 @@ from benchmarks.perplexity.tasks import ENGLISH, LARGE, LARGER, LIBRARY, MAIN, T
 from benchmarks.perplexity.together import Together, run_all
 from benchmarks.perplexity.training import Training
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
-from lightning_axosparse.cli.train import configuration
 from lightning_axosparse.examples.data import EpochShuffle
 
 TINY = Task("TINY", "folder", 16, 2, 2, 8, batch_size=2, epochs=2, steps=16, held_out=4)

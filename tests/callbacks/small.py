@@ -74,9 +74,9 @@ class PartialStrategy(SingleDeviceStrategy):
     def counted_parameters(self):
         return set(self.held_parameters())
 
-    def sparsify(self, masks, policy, backend):
+    def sparsify(self, masks, backend):
         optimizer = self.optimizers[0]
-        sparsify(self.lightning_module, masks, optimizer, policy=policy, compute=backend.compute)
+        sparsify(self.lightning_module, masks, optimizer, compute=backend.compute)
         self.swaps += 1
 
     def shrink(self, ticket):

@@ -169,9 +169,9 @@ REFUSED: dict[str, tuple[L.LightningModule, list[Callback], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_cannot_shrink_is_refused_before_any_rank_starts(words: str) -> None:
-    """Ranks would raise another error, RankFailedError."""
+    """An error of ranks would have a note."""
     module, callbacks, options = REFUSED[words]
-    with pytest.raises(MisconfigurationException, match=words):
+    with pytest.raises(MisconfigurationException, match=words) as error:
         fit(
             module,
             EarlyBirdChannels(),
@@ -179,6 +179,7 @@ def test_what_cannot_shrink_is_refused_before_any_rank_starts(words: str) -> Non
             strategy=AxoSparseStrategy(g_inter=2),
             **{"devices": 2, **options},
         )
+    assert not hasattr(error.value, "__notes__")
 
 
 def test_another_strategy_or_averaged_weights_are_refused() -> None:

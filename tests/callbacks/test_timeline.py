@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_axosparse import GradualPruning
 from lightning_axosparse.callbacks.timeline import (
     COLOURS,
     PipelineTimeline,
@@ -20,6 +21,7 @@ from lightning_axosparse.callbacks.timeline import (
     plot_gantt,
 )
 from lightning_axosparse.support.trace import Span, clock
+from tests.callbacks import small
 
 
 @st.composite
@@ -164,3 +166,20 @@ def test_a_step_that_never_comes_is_said(tmp_path):
     with pytest.warns(UserWarning, match="recorded nothing: no batch_idx=7 in any epoch"):
         fit(tmp_path, timeline)
     assert timeline.steps == []
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (18, {"dense": (0, 1), "pruning": (4, 1), "sparse": (4, 3)}),
+        (19, {"dense": (0, 1), "pruning": (4, 1), "sparse": (4, 3)}),
+        (6, {"dense": (0, 1), "pruning": (1, 1), "sparse": (4, 1)}),
+    ],
+)
+def test_a_step_after_the_draw_is_recorded_wherever_it_falls(end, expected, tmp_path):
+    timeline = PipelineTimeline(folder=tmp_path)
+    small.fit(GradualPruning(0.5, start=4, end=end, every=1), 5, callbacks=[timeline])
+    steps = {step.weights: (step.epoch, step.batch_idx) for step in timeline.steps}
+    assert steps == expected
+    names = {f"timeline-{weights}.{kind}" for weights in expected for kind in ("json", "png")}
+    assert {path.name for path in tmp_path.iterdir()} == names

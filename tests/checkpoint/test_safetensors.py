@@ -12,9 +12,9 @@ from torch import nn
 from lightning_axosparse import densify, save_safetensors
 from lightning_axosparse.checkpoint.safetensors import (
     SafetensorsState,
-    decoded,
-    decoded_mask,
-    encoded,
+    decode,
+    decode_mask,
+    encode,
 )
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from tests.sparse.masking import random_masks, sparse_and_dense
@@ -115,11 +115,11 @@ def test_decoding_returns_what_was_encoded(shape, dtype, ratio, seed):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(shape, generator=generator) < ratio
     values = torch.randn(int(mask.sum()), generator=generator).to(dtype)
-    index, code = encoded(values, mask)
-    assert torch.equal(decoded_mask(index, mask.shape), mask)
-    lazy = decoded(code, mask, dtype)
+    index, code = encode(values, mask)
+    assert torch.equal(decode_mask(index, mask.shape), mask)
+    lazy = decode(code, mask, dtype)
     assert (lazy.shape, lazy.dtype) == (mask.shape, dtype)
-    assert torch.equal(lazy.kept, values)
+    assert torch.equal(lazy.stored_values, values)
     assert torch.equal(lazy.dense()[mask], values)
 
 
@@ -128,8 +128,8 @@ def test_far_apart_entries(distances):
     places = torch.tensor(distances, dtype=torch.int64).cumsum(0)
     mask = torch.zeros(int(sum(distances)) + 700, dtype=torch.bool)
     mask[places] = True
-    index, _ = encoded(torch.ones(len(distances)), mask)
-    assert torch.equal(decoded_mask(index, mask.shape), mask)
+    index, _ = encode(torch.ones(len(distances)), mask)
+    assert torch.equal(decode_mask(index, mask.shape), mask)
 
 
 def magnitudes(ratio):
@@ -144,10 +144,10 @@ def magnitudes(ratio):
 def test_places_take_little_more_than_their_entropy(ratio):
     torch.manual_seed(0)
     mask = torch.rand(ENTRIES) >= ratio
-    kept = int(mask.sum())
-    share = kept / ENTRIES
+    nnz = int(mask.sum())
+    share = nnz / ENTRIES
     bits = -(share * math.log2(share) + (1 - share) * math.log2(1 - share)) * ENTRIES
-    assert 8 * encoded(torch.ones(kept), mask)[0].numel() < 1.02 * bits
+    assert 8 * encode(torch.ones(nnz), mask)[0].numel() < 1.02 * bits
 
 
 # At 0.99 in float16 the places (0.9 bytes) and the mantissas (10 bits) alone come to 1.1.
@@ -160,5 +160,5 @@ def test_places_take_little_more_than_their_entropy(ratio):
 def test_a_pruned_weight_takes_less_than_1_15_of_its_kept_values(ratio, dtype):
     weight, mask = magnitudes(ratio)
     values = weight[mask].to(dtype)
-    index, code = encoded(values, mask)
+    index, code = encode(values, mask)
     assert index.numel() + code.numel() < 1.15 * values.numel() * dtype.itemsize

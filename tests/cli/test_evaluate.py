@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import ModelCheckpoint
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from axosparse_commands.overrides import configuration
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, load_sparse, save_safetensors
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.cli import evaluate as entry
-from lightning_axosparse.cli.evaluate import evaluate, restored
-from lightning_axosparse.cli.train import configuration
+from lightning_axosparse.cli.evaluate import evaluate, restored, with_data_of_run
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 
@@ -168,3 +169,55 @@ def test_values_of_a_checkpoint_replace_those_of_the_configuration(run, gpt, tmp
     torch.save(contents, tmp_path / "other.ckpt")
     model, _ = restored(configured("checkpoint=x", "model.depth=3").model, tmp_path / "other.ckpt")
     assert (model.hparams.width, model.hparams.depth) == (16, 3)
+
+
+TEXT = "lightning_axosparse.examples.data.TextDataModule"
+
+
+def left_by_a_run(folder: Path, checkpoint: Path, **data: object) -> Path:
+    """Make the folder of a run with its settings of data, and return its checkpoint."""
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / "checkpoints").mkdir()
+    OmegaConf.save({"seed": 3, "folder": "???", "data": data}, folder / ".hydra" / "config.yaml")
+    return Path(shutil.copy(checkpoint, folder / "checkpoints" / "last.ckpt"))
+
+
+def test_data_are_those_of_the_run_in_whose_folder_the_checkpoint_lies(run, tmp_path, monkeypatch):
+    folder, expected = run
+    text = {"_target_": TEXT, "path": str(folder / "text.txt"), "context": 16, "batch_size": 8}
+    file = left_by_a_run(tmp_path / "run", folder / "one.ckpt", **text)
+    out = ["sample.length=0", "trainer.enable_progress_bar=false", f"hydra.run.dir={tmp_path}/out"]
+    monkeypatch.setattr(sys, "argv", ["axosparse-eval", f"checkpoint={file}", *out])
+    monkeypatch.chdir(tmp_path)
+    entry.main()
+    found = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_command_line_is_above_the_settings_of_the_run(run, tmp_path):
+    text = {"_target_": TEXT, "path": "mine", "context": 16, "batch_size": 4, "seed": "${seed}"}
+    file = left_by_a_run(tmp_path, run[0] / "one.ckpt", **text)
+    overrides = [f"checkpoint={file}", "data.batch_size=2", "+data.held_out=0.1"]
+    config = configured(overrides[0], "data.batch_size=2", "data.held_out=0.1")
+    data = with_data_of_run(config, overrides).data
+    assert (data.path, data.batch_size, data.held_out, data.seed) == ("mine", 2, 0.1, 3)
+    assert with_data_of_run(config, ["data=text"]) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"_target_": "os.system", "command": "true"}, "had other data, os.system: give data=text"),
+        ({"_target_": TEXT, "path": {"_target_": "os.system"}}, "has the key `_target_` in data.p"),
+    ],
+)
+def test_nothing_in_the_folder_of_a_run_is_called(run, data, message, tmp_path):
+    file = left_by_a_run(tmp_path, run[0] / "one.ckpt", **data)
+    with pytest.raises(ValueError, match=message):
+        with_data_of_run(configured(f"checkpoint={file}"), [f"checkpoint={file}"])
+
+
+def test_windows_longer_than_the_context_are_refused_before_any_rank_starts(run):
+    path = [f"checkpoint={run[0] / 'one.ckpt'}", f"data.path={run[0] / 'text.txt'}", "folder=here"]
+    with pytest.raises(ValueError, match=r"data\.context=17 are longer .*: give data\.context=16"):
+        evaluate(configured(*path, "data.context=17"))

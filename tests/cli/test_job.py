@@ -146,3 +146,12 @@ def test_what_is_missing_is_said(job, message, tmp_path):
         write_job(tmp_path / "a", "ticket", 0.8, **job)
     with pytest.raises(ValueError, match=message):
         random_ticket(str(tmp_path / "a"), 0)
+
+
+def test_a_damaged_result_is_a_failure_that_is_named(tmp_path):
+    write_job(tmp_path / "a", "ticket", 0.8)
+    path = tmp_path / "a" / RESULT
+    path.write_text(path.read_text().replace('"steps": ', '"steps": 1'))
+    (job,) = jobs_in(tmp_path)
+    assert (job.status, job.result) == ("failed", None)
+    assert job.problem.startswith(f"'{path}' cannot be read: it is damaged")

@@ -13,11 +13,14 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from axosparse_commands.overrides import configuration
+from lightning_axosparse import ExpertParallel, TensorParallel
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import settings_of
-from lightning_axosparse.cli.train import RunFolder, configuration, printable, train
+from lightning_axosparse.cli.train import RunFolder, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
 from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
@@ -77,8 +80,8 @@ def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path
     for callback in [*config.callbacks.values(), config.pruning.callback]:
         assert callback is None or isinstance(instantiate(callback), L.Callback)
     if isinstance(config.strategy, DictConfig):
-        strategy = instantiate(config.strategy)
-        assert config.trainer.devices % strategy.g_inter == 0 or strategy.transport == "loopback"
+        strategy = instantiate(config.strategy).config
+        assert config.trainer.devices % strategy.ranks_per_pipeline == 0
 
 
 def test_the_main_job_is_the_default():
@@ -87,6 +90,42 @@ def test_the_main_job_is_the_default():
     assert config.strategy.g_inter == 2
     assert config.data.path is None
     assert 0 < config.pruning.start < config.pruning.end < 1
+
+
+def test_ranks_share_layers_by_overrides():
+    strategy = instantiate(configured("folder=here").strategy).config
+    assert (strategy.tensor_parallel, strategy.expert_parallel) == (
+        TensorParallel(1),
+        ExpertParallel(1),
+    )
+    strategy = instantiate(
+        configured(
+            "folder=here",
+            "strategy.tensor_parallel.ranks=2",
+            "strategy.expert_parallel.ranks=4",
+            "strategy.expert_parallel.experts=layers.*.experts",
+        ).strategy
+    ).config
+    assert strategy.tensor_parallel == TensorParallel(2)
+    assert strategy.expert_parallel == ExpertParallel(4, "layers.*.experts")
+    numbers = configured(
+        "folder=here", "strategy.tensor_parallel=2", "strategy.expert_parallel=2"
+    ).strategy
+    assert instantiate(numbers).config.tensors == TensorParallel(2)
+
+
+def test_a_configuration_file_gives_a_plan():
+    plan = """
+      layers.*.up: {_target_: torch.distributed.tensor.parallel.ColwiseParallel}
+      layers.*.down: {_target_: torch.distributed.tensor.parallel.RowwiseParallel}
+    """
+    config = configured("folder=here", "strategy.tensor_parallel.ranks=2").strategy
+    config.tensor_parallel.plan = OmegaConf.create(plan)
+    plan = instantiate(config).config.tensor_parallel.plan
+    assert {name: type(style) for name, style in plan.items()} == {
+        "layers.*.up": ColwiseParallel,
+        "layers.*.down": RowwiseParallel,
+    }
 
 
 def test_ratio_reaches_the_callback():
@@ -110,15 +149,6 @@ def test_the_model_has_an_example_to_time_its_layers_on():
     model = instantiate(configured("folder=here").model)
     batch = model.example_input_array
     assert model(batch).shape == (*batch.shape, 256)
-
-
-def test_configuration_lies_in_the_package_or_beside_it(tmp_path, monkeypatch):
-    package = tmp_path / "lightning_axosparse"
-    package.mkdir()
-    monkeypatch.setattr(entry, "__file__", str(package / "cli" / "train.py"))
-    assert configuration() == tmp_path / "conf"
-    (package / "conf").mkdir()
-    assert configuration() == package / "conf"
 
 
 def test_printable_text_moves_no_cursor():

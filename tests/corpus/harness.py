@@ -43,6 +43,7 @@ from torchmetrics import Metric
 import lightning_axosparse
 from lightning_axosparse import AxoSparseStrategy
 from tests.accelerator import ACCELERATOR, trainer_devices
+from tests.quiet import QUIET
 
 Kind = Literal["equal", "refused", "warned", "uncheckable", "silent", "crashed"]
 
@@ -230,10 +231,7 @@ def observe(which: Entry, strategy: Any = "auto", devices: int = 1) -> Observati
     options: dict[str, Any] = {
         "max_epochs": 1,
         **trainer_devices(strategy, devices),
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "num_sanity_val_steps": 0,
         "log_every_n_steps": 1,
         **which.trainer,

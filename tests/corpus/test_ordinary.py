@@ -14,13 +14,11 @@ WHOLE = {
     "T5",
     "accuracy_by_a_quotient",
     "ctc_loss",
-    "ctc_loss_summed",
     "divided_by_the_count_before_the_sum",
     "last_token_of_each",
     "lists_of_tensors",
     "masked_autoencoder",
     "multi_label_margin_loss",
-    "pairs_as_siamese",
     "retina_net_by_positives",
     "spectral",
     "triplets",
@@ -39,11 +37,7 @@ def test_an_ordinary_step_is_right(name: str) -> None:
     assert bool(outcome.whole) == (name in WHOLE), outcome.whole
 
 
-def test_hardly_any_is_differentiated_once_a_batch() -> None:
-    assert len(WHOLE) <= 0.1 * len(ORDINARY)
-
-
-def test_hardly_any_is_warned_of_or_refused() -> None:
-    told = [one for one in ORDINARY.values() if one.reason]
-    assert len(ORDINARY) >= 150
-    assert len(told) <= 0.02 * len(ORDINARY)
+def test_none_is_warned_of_or_refused() -> None:
+    assert len(ORDINARY) >= 120
+    assert ORDINARY.keys() >= WHOLE
+    assert not [one for one in ORDINARY.values() if one.reason]

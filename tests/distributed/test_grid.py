@@ -71,7 +71,7 @@ def test_ranks_that_share_layers_have_one_stage_and_one_replica(
 
 
 def test_a_tensor_group_that_does_not_divide_the_world_raises():
-    with pytest.raises(MisconfigurationException, match=r"g_tensor=3 .* 4 rank.*\[1, 2\]"):
+    with pytest.raises(MisconfigurationException, match=r"tensor_parallel=3 .* 4 rank.*\[1, 2\]"):
         Grid(4, 2, g_tensor=3)
 
 
@@ -86,5 +86,7 @@ def test_ranks_are_grouped_by_what_they_have_in_common():
 
 
 def test_ranks_with_experts_divide_the_replicas() -> None:
-    with pytest.raises(MisconfigurationException, match=r"g_expert=2 .* g_data=3 .*\[1, 3\]"):
+    with pytest.raises(
+        MisconfigurationException, match=r"expert_parallel=2 .* g_data=3 .*\[1, 3\]"
+    ):
         Grid(6, 2, g_expert=2)

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_axosparse import AxoSparseStrategy, Ticket, save_safetensors
-from lightning_axosparse.strategy.launcher.launcher import RankFailedError
+from lightning_axosparse.strategy.launcher.failure import RankFailedError
 from lightning_axosparse.support import archive
 from tests.parity.cases import BATCHES, Net, fit, loader, trainer
 

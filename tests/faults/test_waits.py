@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from lightning_axosparse.strategy.launcher.launcher import RankFailedError
+from lightning_axosparse import ExpertParallel, TensorParallel
+from lightning_axosparse.strategy.launcher.failure import RankFailedError
 from tests.faults import jobs
 from tests.ranks import run_command, warm_python
 
@@ -34,10 +36,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def fails(*words: str) -> Iterator[pytest.ExceptionInfo[RankFailedError]]:
+def fails(
+    *words: str, error: tuple[type[Exception], ...] = (RankFailedError,)
+) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Assert that a job ends in time, with a message in which all of these are found."""
     started = time.monotonic()
-    with pytest.raises(RankFailedError) as failure:
+    with pytest.raises(error) as failure:
         yield failure
     assert time.monotonic() - started < BOUND
     for word in words:
@@ -119,8 +123,9 @@ def test_a_stopped_rank_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFix
 
 TENSOR = {
     "g_inter": 1,
-    "g_tensor": 2,
-    "tensor_plan": {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()},
+    "tensor_parallel": TensorParallel(
+        2, {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
+    ),
 }
 
 
@@ -143,7 +148,7 @@ def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: P
         os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
 
 
-EXPERTS = {"g_inter": 1, "g_expert": 2, "experts": "model.1.experts"}
+EXPERTS = {"g_inter": 1, "expert_parallel": ExpertParallel(2, "model.1.experts")}
 
 
 def test_a_killed_rank_ends_those_whose_tokens_it_computes() -> None:
@@ -180,12 +185,14 @@ def test_lengths_that_differ_raise_before_the_first_batch(ranks: int, g_inter: i
         r"rank 0 .*loader length 4",
         r"rank 1 .*loader length 5",
         "limit_train_batches",
+        error=(MisconfigurationException,),
     ):
         jobs.train(jobs.Plain(), jobs.Unequal(longer=1), ranks, g_inter)
 
 
 def test_lengths_of_validation_loaders_may_differ_over_replicas_only() -> None:
-    with fails("unequal numbers of validation batches", "rank 1 .*loader length 5"):
+    words = ("unequal numbers of validation batches", "rank 1 .*loader length 5")
+    with fails(*words, error=(MisconfigurationException,)):
         jobs.train(jobs.Plain(), jobs.Unequal(longer=1, where="val"))
     run = jobs.train(jobs.Plain(), jobs.Unequal(longer=1, where="val"), g_inter=1)
     assert run.global_step == 8
@@ -198,6 +205,7 @@ def test_streams_of_different_lengths(g_inter: int, longer: int) -> None:
         r"unequal numbers of|All ranks wait for one another",
         f"rank {1 - longer} .*over after 4 batches",
         f"rank {longer} .*(in training batch 4|after training batch 3)",
+        error=(RankFailedError, MisconfigurationException),
     ):
         jobs.train(jobs.Plain(), jobs.Unequal(jobs.Stream, longer), 2, g_inter)
 
@@ -208,6 +216,7 @@ def test_one_rank_skips_the_rest_of_an_epoch(faulty: int) -> None:
         "on_train_batch_start.*-1",
         f"rank {faulty} .*training of epoch 0 over after 2 batches",
         f"rank {1 - faulty} .*in training batch 2 of epoch 0",
+        error=(RankFailedError, MisconfigurationException),
     ):
         jobs.train(jobs.SkipsTheRest(faulty))
 
@@ -218,6 +227,7 @@ def test_one_rank_wants_to_stop(faulty: int, g_inter: int) -> None:
         "should_stop",
         rf"rank {faulty} .*training of epoch 0 over after 3 batches, with trainer\.should_stop set",
         f"rank {1 - faulty} .*training batch [23] of epoch 0",
+        error=(RankFailedError, MisconfigurationException),
     ):
         jobs.train(jobs.WantsToStop(faulty), g_inter=g_inter)
 

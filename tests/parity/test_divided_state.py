@@ -34,14 +34,14 @@ class Listed(experts.Own):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-TENSOR = {"g_tensor": 2, "pipeline": "blocks"}
-EXPERTS = {"g_expert": 2, **experts.HUGGING_FACE}
+TENSOR = {"tensor_parallel": 2, "pipeline": "blocks"}
+EXPERTS = {"expert_parallel": 2, "pipeline": "network.model.layers"}
 # Row: module, strategy, callback, trainer.
 ROWS: dict[str, Row] = {
     "tensor": (Tensors, TENSOR, GRADUAL, F64),
     "unlike parts": (Tensors, TENSOR, partial(GRADUAL, score=upper_half), F64),
-    "listed experts": (Listed, {"g_expert": 2, **experts.OWN}, GRADUAL, F64),
-    "both": (Mixtral, {**EXPERTS, "g_tensor": 2, "tensor_plan": "auto"}, GRADUAL, F64),
+    "listed experts": (Listed, experts.spread(2, experts.OWN), GRADUAL, F64),
+    "both": (Mixtral, {**EXPERTS, "tensor_parallel": 2}, GRADUAL, F64),
     # Clipping reads whole gradients.
     "clipped": (Mixtral, {"g_inter": 2, **EXPERTS}, GRADUAL, {**F64, "gradient_clip_val": 0.05}),
 }
@@ -66,7 +66,7 @@ def both_ways(row: str, folder: Path) -> list[Found]:
 
 
 def replicas(options: dict[str, Any]) -> int:
-    return RANKS // options.get("g_inter", 1) // options.get("g_tensor", 1)
+    return RANKS // options.get("g_inter", 1) // options.get("tensor_parallel", 1)
 
 
 @pytest.mark.slow
@@ -91,7 +91,8 @@ def test_training_goes_on_to_the_same_bits_with_a_part_of_the_state(
 def assert_divided(ranks: list[list[Found]], options: dict[str, Any]) -> None:
     """Of each large parameter, the ranks that keep the same of it have the state once together."""
     g_inter, g_data, divided = options.get("g_inter", 1), replicas(options), 0
-    of_experts = g_data // options.get("g_expert", 1) * options.get("g_tensor", 1)
+    spread_over = 2 if "expert_parallel" in options else 1
+    of_experts = g_data // spread_over * options.get("tensor_parallel", 1)
     for stage in range(g_inter):
         of_stage = ranks[stage::g_inter]
         for place, name in enumerate(of_stage[0][0][2].sizes):

@@ -19,7 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse import AxoSparseStrategy, ExpertParallel
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.test_tensor_parallel import FIXED, VOCABULARY, WIDTH, Tokens, loader
 from tests.ranks import run_ranks
@@ -187,6 +187,14 @@ ADAPTED: dict[str, Any] = {
 }
 HUGGING_FACE: dict[str, Any] = {"pipeline": "network.model.layers", "experts": "auto"}
 F64: dict[str, Any] = {"precision": "64-true"}
+
+
+def spread(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
+    """The strategy's arguments where the experts of ``options`` are spread over so many ranks."""
+    others = {name: value for name, value in options.items() if name != "experts"}
+    return {**others, "expert_parallel": ExpertParallel(ranks, options["experts"])}
+
+
 # Row: module, strategy, trainer.
 ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "own": (Own, OWN, F64),
@@ -273,25 +281,23 @@ class Looks(L.Callback):
         self.sent, self.not_sent = run.strategy.token_bytes, run.strategy.kept_bytes
 
 
-def facts(row: str, **spread: Any) -> dict[str, Any]:
-    looks, options = Looks(), {**ROWS[row][1], **spread}
-    if options["g_expert"] == 1:
-        del options["experts"]
+def facts(row: str, experts: int, **others: Any) -> dict[str, Any]:
+    looks, options = Looks(), {**spread(experts, ROWS[row][1]), **others}
     run(row, AxoSparseStrategy(2, 2, **options), 4, 2, callbacks=[looks], max_steps=2)
     return vars(looks)
 
 
 def beside_steps(folder: Path) -> dict[str, Any]:
     """What two stages of two replicas do besides training."""
-    found: dict[str, Any] = {"facts": facts("own", g_expert=2)}
-    found["slices"] = facts("Mixtral", g_expert=2)
-    found["not spread"] = facts("Mixtral", g_expert=1)
-    found["recomputed"] = facts("own", g_expert=2, recompute=1)
-    half_way(folder, AxoSparseStrategy(2, 2, g_expert=2, **OWN), 4, 2)
+    found: dict[str, Any] = {"facts": facts("own", 2)}
+    found["slices"] = facts("Mixtral", 2)
+    found["not spread"] = facts("Mixtral", 1)
+    found["recomputed"] = facts("own", 2, recompute=1)
+    half_way(folder, AxoSparseStrategy(2, 2, **spread(2, OWN)), 4, 2)
     ways = {
-        "here": (2, {"g_expert": 2, **OWN}),
+        "here": (2, spread(2, OWN)),
         "not spread": (2, {"pipeline": "blocks"}),
-        "over four": (1, {"g_expert": 4, **OWN}),
+        "over four": (1, spread(4, OWN)),
     }
     for way, (g_inter, options) in ways.items():
         strategy = AxoSparseStrategy(g_inter, 2, **options)
@@ -308,21 +314,20 @@ def rows_of(g_tensor: int) -> list[str]:
 def on_grid(g_inter: int, g_tensor: int) -> dict[str, tuple[Record, Record | None]]:
     ranks, found = 2 * g_inter * g_tensor, {}
     for row in rows_of(g_tensor):
-        options = dict(ROWS[row][1])
-        if g_tensor > 1:
-            options.update(g_tensor=g_tensor, tensor_plan="auto")
-        spread = run(row, AxoSparseStrategy(g_inter, 2, g_expert=2, **options), ranks, 2)
+        options = {"g_inter": g_inter, "microbatches": 2, "tensor_parallel": g_tensor}
+        options.update(spread(2, ROWS[row][1]))
+        over_two = run(row, AxoSparseStrategy(**options), ranks, 2)
         whole = None
         if row in REPLICATED:
-            del options["experts"]
-            whole = run(row, AxoSparseStrategy(g_inter, 2, **options), ranks, 2)
-        found[row] = spread, whole
+            del options["expert_parallel"]
+            whole = run(row, AxoSparseStrategy(**options), ranks, 2)
+        found[row] = over_two, whole
     return found
 
 
 def on_two_ranks() -> dict[str, Record]:
     return {
-        row: run(row, AxoSparseStrategy(1, 2, g_expert=2, **ROWS[row][1]), 2, 2)
+        row: run(row, AxoSparseStrategy(1, 2, **spread(2, ROWS[row][1])), 2, 2)
         for row in ("own", "LoRA")
     }
 
@@ -404,7 +409,7 @@ class SavesFirst(L.Callback):
 
 def through_a_folder(path: Path) -> Record:
     """Two epochs, the second on another grid, from a folder to which each stage has written."""
-    options = {**HUGGING_FACE, "g_expert": 2, "g_tensor": 2, "tensor_plan": "auto"}
+    options = {**spread(2, HUGGING_FACE), "tensor_parallel": 2}
     strategy = AxoSparseStrategy(1, 2, save_distributed_checkpoint=True, **options)
     run("Mixtral", strategy, 4, 2, max_epochs=1, callbacks=[SavesFirst(path)])
     strategy = AxoSparseStrategy(2, 2, pipeline="network.model.layers")

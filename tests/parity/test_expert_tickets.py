@@ -10,7 +10,7 @@ import torch
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import difference
-from tests.parity.test_expert_parallel import HUGGING_FACE, OWN, Mixtral, Own, Qwen
+from tests.parity.test_expert_parallel import HUGGING_FACE, OWN, Mixtral, Own, Qwen, spread
 from tests.parity.test_tensor_tickets import EARLY, F64, GRADUAL, RATIO, Found, Row, run
 from tests.ranks import run_ranks
 
@@ -37,10 +37,8 @@ def rows_of(g_tensor: int) -> dict[str, Row]:
 def on_grid(g_inter: int, g_tensor: int) -> dict[str, Found]:
     found = {}
     for row, case in rows_of(g_tensor).items():
-        options = {**case[1], "g_expert": 2}
-        if g_tensor > 1:
-            options.update(g_tensor=g_tensor, tensor_plan="auto")
-        strategy = AxoSparseStrategy(g_inter, 2, **options)
+        options = spread(2, case[1])
+        strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=g_tensor, **options)
         found[row] = run(case, strategy, 2 * g_inter * g_tensor, 2)
     return found
 

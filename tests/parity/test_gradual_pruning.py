@@ -103,9 +103,8 @@ def test_ranks_replicas_and_resumed_runs_have_the_numbers_of_one_process(
         assert record.losses == pytest.approx(expected, abs=1e-12)
 
 
-def test_an_offloaded_optimizer_and_a_loopback_have_them_too(alone: tuple[Any, ...]) -> None:
-    grid = {"g_inter": 2, "transport": "loopback", "offload_optimizer": True}
-    assert_same(train(1, grid), alone, "offloaded")
+def test_a_loopback_has_them_too(alone: tuple[Any, ...]) -> None:
+    assert_same(train(1, {"g_inter": 2, "transport": "loopback"}), alone, "loopback")
 
 
 def test_weights_and_optimizer_state_shrink_each_time(alone: tuple[Any, ...]) -> None:

@@ -18,7 +18,6 @@ from lightning_axosparse.callbacks import weight_pruning
 from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
-from lightning_axosparse.sparse.store.materialize import Policy
 from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -176,10 +175,10 @@ def test_recurrent_layers_on_a_pipeline() -> None:
 
 def train_mixed(
     processor: Processor, ranks: int, ratio: float, folder: Path, **options: Any
-) -> tuple[Record, int, set[tuple[Backend, Policy]]]:
+) -> tuple[Record, int, set[Backend]]:
     """A run in bfloat16 on such a processor: record, products with kept values, ways of weights."""
     calls, outer = [0], kept_products.sddmm
-    backend: set[tuple[Backend, Policy]] = set()
+    backend: set[Backend] = set()
 
     def counted(*args: Any) -> torch.Tensor:
         calls[0] += 1
@@ -187,9 +186,7 @@ def train_mixed(
 
     def note_ways(_: L.Trainer, module: L.LightningModule) -> None:
         stored = sparse_parameters(module).values()
-        backend.update(
-            (each.form.backend, each.form.policy) for each in stored if each.form is not None
-        )
+        backend.update(each.form.backend for each in stored if each.form is not None)
 
     L.seed_everything(0, verbose=False)
     run = trainer(
@@ -211,7 +208,7 @@ def train_mixed(
     return record, calls[0], backend
 
 
-def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[tuple[Backend, Policy]]]]:
+def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[Backend]]]:
     """What two replicas do in bfloat16 whose processors are of two kinds, then of one kind."""
     rank = MPI.COMM_WORLD.rank
     two: list[Processor] = ["float32", "bfloat16"]
@@ -234,8 +231,8 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_ranks_choose_for_the_processor_on_which_kept_values_gain_least(mixed: Any) -> None:
     for found in mixed:
-        assert found["few"][2] == {(Backend("auto", "bfloat16"), "sparse")}
-        assert found["more"][2] == {(Backend("auto", "bfloat16"), "samo")}
+        assert found["few"][2] == {Backend("auto", "bfloat16")}
+        assert found["more"][2] == {Backend("samo", "bfloat16")}
         assert found["few"][1] > 0
         assert found["more"][1] == 0  # a "float32" processor alone would multiply with a quarter
 
@@ -244,7 +241,7 @@ def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None
     for found in mixed:
         record, products, backend = found["resumed"]
         whole, _, _ = found["few"]
-        assert backend == {(Backend("auto", "bfloat16"), "sparse")}
+        assert backend == {Backend("auto", "bfloat16")}
         assert products > 0
         assert record.losses == whole.losses[-len(record.losses) :]
         for name, weight in whole.weights.items():
@@ -254,6 +251,6 @@ def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None
 def test_a_resumed_run_leaves_kept_values_where_a_rank_would_lose_by_them(mixed: Any) -> None:
     for found in mixed:
         record, products, backend = found["matrix"]
-        assert backend == {(Backend("auto", "matrix"), "samo")}
+        assert backend == {Backend("samo", "matrix")}
         assert products == 0
         assert difference(record, found["resumed"][0]) < 0.05

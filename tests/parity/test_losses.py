@@ -321,7 +321,6 @@ ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "padding, accumulated": ("padding", {}, {"accumulate_grad_batches": 3}),
     "padding, clipped": ("padding", {}, {"gradient_clip_val": 0.05}),
     "padding, 1f1b": ("padding", {"schedule": "1f1b"}, {}),
-    "padding, offloaded": ("padding", {"offload_optimizer": True}, {}),
     "sum, accumulated": ("sum", {}, {"accumulate_grad_batches": 2}),
     **{
         f"{name}, recomputed": (name, {"recompute": "sqrt"}, {})

@@ -27,12 +27,10 @@ LAST = f"epoch={EPOCHS - 1}.ckpt"
 ROWS: dict[str, tuple[int, int, Any, int, dict[str, Any], str, dict[str, Any]]] = {
     "2x1 -> 1x2": (2, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {}),
     "2x1 -> 1x2, uneven": (2, 2, 1, 1, {}, "sgd", {"extra": 1, "accumulate_grad_batches": 2}),
-    "2x1 -> 1x2, offloaded": (2, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {}),
     "2x1 -> auto": (2, 2, "auto", 1, {"outer": True}, "sgd", {}),
     "4x1 -> 2x2": (4, 4, 2, 2, {"tied": True}, "sgd", {"gradient_clip_val": 0.05}),
     "4x1 -> 1x4": (4, 4, 1, 1, {"outer": True}, "adamw", {"extra": 3}),
     "2x2 -> 1x4": (4, 2, 1, 1, {"outer": True, "tied": True}, "adamw", {"gradient_clip_val": 0.05}),
-    "4x1 -> 2x2, offloaded": (4, 4, 2, 2, {"tied": True}, "sgd", {"gradient_clip_val": 0.05}),
 }
 
 
@@ -142,13 +140,7 @@ def train_rows(ranks: int, folder: Path) -> dict[Any, Any]:
             continue
         stays = [("stayed", None)] if unmoved(row) == row else []
         for name, moves in (*stays, ("moved", regrid)):
-            offload = moves is not None and row.endswith("offloaded")
-            strategy = AxoSparseStrategy(
-                g_inter=g_inter,
-                microbatches=4,
-                regrid=moves,
-                offload_optimizer=offload,
-            )
+            strategy = AxoSparseStrategy(g_inter=g_inter, microbatches=4, regrid=moves)
             found[row, name] = train(row, folder / row / name, strategy, ranks)
     if ranks == 2:
         row = "2x1 -> 1x2"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader
 
-from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse import AxoSparseStrategy, ExpertParallel, TensorParallel
 from tests.parity import test_expert_parallel as experts
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.parity.test_tensor_parallel import FIXED, VOCABULARY, WIDTH, loader
@@ -87,7 +87,10 @@ ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Megatron-Bridge 1363: LoRA on experts": (Tuned, CLIPPED),
 }
 PLAN = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-SPREAD: dict[str, Any] = {"g_expert": 2, "experts": "blocks.*.mixed.experts", "pipeline": "blocks"}
+SPREAD: dict[str, Any] = {
+    "expert_parallel": ExpertParallel(2, "blocks.*.mixed.experts"),
+    "pipeline": "blocks",
+}
 
 
 def run(row: str, strategy: Any, ranks: int = 1, g_data: int = 1) -> Record:
@@ -105,7 +108,7 @@ def run(row: str, strategy: Any, ranks: int = 1, g_data: int = 1) -> Record:
 
 
 def on_grid(g_inter: int, g_tensor: int) -> dict[str, Record]:
-    options = {**SPREAD, "g_tensor": g_tensor, "tensor_plan": PLAN if g_tensor > 1 else None}
+    options = {**SPREAD, "tensor_parallel": TensorParallel(g_tensor, PLAN)}
     ranks = 2 * g_inter * g_tensor
     return {row: run(row, AxoSparseStrategy(g_inter, 2, **options), ranks, 2) for row in ROWS}
 
@@ -166,7 +169,8 @@ def sleepy(steps: int, g_data: int = 1, **options: Any) -> list[float]:
 
 
 def sleepy_ranks(steps: int) -> list[float]:
-    options = {**SPREAD, "g_inter": 2, "microbatches": 2, "g_tensor": 2, "tensor_plan": PLAN}
+    split = TensorParallel(2, PLAN)
+    options = {**SPREAD, "g_inter": 2, "microbatches": 2, "tensor_parallel": split}
     return sleepy(steps, 2, **options)
 
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse import AxoSparseStrategy, TensorParallel
 from tests.parity.cases import Record, difference, recorded, trainer
 from tests.ranks import run_ranks
 
@@ -221,7 +221,7 @@ def loader(seed: int, g_data: int = 1, batches: int = 4, replica: int = 0) -> Da
 # Lightning's own sampler would shuffle where there are replicas.
 FIXED: dict[str, Any] = {"max_epochs": 2, "use_distributed_sampler": False}
 OWN: dict[str, Any] = {"pipeline": "blocks"}
-LLAMA: dict[str, Any] = {"pipeline": "network.model.layers", "tensor_plan": "auto"}
+LLAMA: dict[str, Any] = {"pipeline": "network.model.layers"}
 # Row: module, strategy, trainer.
 ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "own, float64": (Own, OWN, {"precision": "64-true"}),
@@ -258,12 +258,12 @@ def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Any]:
     ranks = g_inter * g_tensor * g_data
     found: dict[str, Any] = {}
     for row, (_, options, _) in ROWS.items():
-        strategy = AxoSparseStrategy(g_inter, 2, g_tensor=g_tensor, **options)
+        strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=g_tensor, **options)
         found[row] = run(row, strategy, ranks, g_data)
     if grid == (2, 2, 1):
-        half_way(folder, AxoSparseStrategy(2, 2, g_tensor=2, **OWN), ranks)
+        half_way(folder, AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN), ranks)
         for how, stages in (("resumed", 2), ("resumed elsewhere", 1)):
-            strategy = AxoSparseStrategy(stages, 2, g_tensor=4 // stages, **OWN)
+            strategy = AxoSparseStrategy(stages, 2, tensor_parallel=4 // stages, **OWN)
             found[how] = resumed(folder, strategy, ranks)
         found["predicted"] = predicted(ranks)
         found["facts"] = facts(ranks)
@@ -293,7 +293,7 @@ def resumed(folder: Path, strategy: Any, ranks: int) -> Record:
 
 def predicted(ranks: int) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
-    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, g_tensor=2, **OWN)
+    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, tensor_parallel=2, **OWN)
     return trainer(strategy, ranks, **SGD).predict(Own(), loader(3, batches=2))
 
 
@@ -310,7 +310,7 @@ class Looks(L.Callback):
 
 def facts(ranks: int) -> dict[str, Any]:
     looks = Looks()
-    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, g_tensor=2, **OWN)
+    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, tensor_parallel=2, **OWN)
     run = trainer(strategy, ranks, max_steps=1, callbacks=[looks])
     run.fit(Own(sequence=True), loader(1))
     return vars(looks)
@@ -349,8 +349,8 @@ def jittery(strategy: Any, ranks: int) -> list[float]:
 
 
 def jittery_ranks() -> list[float]:
-    pairs = {"layers.*.0": ColwiseParallel(), "layers.*.1": RowwiseParallel()}
-    return jittery(AxoSparseStrategy(2, 2, g_tensor=2, tensor_plan=pairs, pipeline="layers"), 4)
+    pairs = TensorParallel(2, {"layers.*.0": ColwiseParallel(), "layers.*.1": RowwiseParallel()})
+    return jittery(AxoSparseStrategy(2, 2, tensor_parallel=pairs, pipeline="layers"), 4)
 
 
 @pytest.mark.slow
@@ -362,7 +362,7 @@ def test_many_steps_with_sleeping_ranks_neither_hang_nor_differ() -> None:
 
 
 def on_two_ranks() -> Record:
-    return run("own, float64", AxoSparseStrategy(1, 2, g_tensor=2, **OWN), 2, 1)
+    return run("own, float64", AxoSparseStrategy(1, 2, tensor_parallel=2, **OWN), 2, 1)
 
 
 def test_two_ranks_share_layers_and_train_as_one_process() -> None:

@@ -97,15 +97,15 @@ def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Found]:
     ranks = g_inter * g_tensor * g_data
     found: dict[str, Found] = {}
     for row, case in ROWS.items():
-        strategy = AxoSparseStrategy(g_inter, 2, g_tensor=g_tensor, **case[1])
+        strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=g_tensor, **case[1])
         found[row] = run(case, strategy, ranks, g_data)
     if grid == (2, 2, 1):
         row = ROWS["by saliency, clipped"]
-        run(row, AxoSparseStrategy(2, 2, g_tensor=2, **OWN), ranks, 1, folder)
+        run(row, AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN), ranks, 1, folder)
         # While weights are pruned, and once the ticket is drawn; here, and on another grid.
         for epoch in (0, 1):
             for name, g_inter in (("here", 2), ("elsewhere", 1)):
-                strategy = AxoSparseStrategy(g_inter, 2, g_tensor=4 // g_inter, **OWN)
+                strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=4 // g_inter, **OWN)
                 path = folder / f"epoch={epoch}.ckpt"
                 found[f"{name}, {epoch}"] = run(row, strategy, ranks, 1, ckpt_path=path)
     return found
@@ -143,7 +143,7 @@ def test_shared_weights_are_pruned_as_on_one_process(
 
 
 def counted() -> Kept:
-    return run(ROWS["gradual"], AxoSparseStrategy(1, 2, g_tensor=2, **OWN), 4, 2)[2]
+    return run(ROWS["gradual"], AxoSparseStrategy(1, 2, tensor_parallel=2, **OWN), 4, 2)[2]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse import AxoSparseStrategy, TensorParallel
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from tests.parity.cases import CLASSES, Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
@@ -51,7 +51,7 @@ STOP = 3
 SPLIT = {"model.4": ColwiseParallel(), "model.5": RowwiseParallel()}
 GRIDS: dict[str, dict[str, Any]] = {
     "stages": {"g_inter": 2},
-    "tensor group": {"g_tensor": 2, "tensor_plan": SPLIT},
+    "tensor group": {"tensor_parallel": TensorParallel(2, SPLIT)},
 }
 
 

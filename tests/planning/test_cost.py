@@ -15,13 +15,14 @@ from lightning_axosparse.planning.cost import (
 )
 from lightning_axosparse.planning.simulate import Wire
 from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.backend import Compute
 from lightning_axosparse.sparse.module.parameters import state_bytes
 
 SIZE, LAYERS = 512, 2
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-def measured(precision: str, policy: str, ratio: float) -> int:
+def measured(precision: str, compute: Compute | None, ratio: float) -> int:
     """Bytes of state of some layers with AdamW, after a step and a further backward pass."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(LAYERS)))
@@ -29,13 +30,13 @@ def measured(precision: str, policy: str, ratio: float) -> int:
     if precision == "bf16-true":
         model, inputs = model.bfloat16(), inputs.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
-    if policy != "dense":
+    if compute is not None:
         masks = {}
         for name, parameter in model.named_parameters():
             mask = torch.zeros(parameter.numel(), dtype=torch.bool)
             mask[torch.randperm(mask.numel())[round(ratio * mask.numel()) :]] = True
             masks[name] = mask.view(parameter.shape)
-        sparsify(model, masks, optimizer, "segments", policy)
+        sparsify(model, masks, optimizer, "segments", compute)
     for _ in range(2):
         dtype = AUTOCAST.get(precision, torch.bfloat16)
         with torch.autocast("cpu", dtype, enabled=precision in AUTOCAST):
@@ -45,12 +46,12 @@ def measured(precision: str, policy: str, ratio: float) -> int:
     return state_bytes(model, optimizer).total
 
 
-def table(precision: str, policy: str) -> Storage:
+def table(precision: str, compute: Compute | None) -> Storage:
     """The row of the module's docstring."""
-    if policy == "dense":
-        return Storage(per_weight=8 if precision == "bf16-true" else 16, per_kept=0, gradient=4)
-    copy = {"sparse": 0, "samo": 4 if precision == "32-true" else 2}[policy]
-    return Storage(SPARSE.per_weight + copy, SPARSE.per_kept, SPARSE.gradient)
+    if compute is None:
+        return Storage(per_weight=8 if precision == "bf16-true" else 16, per_unpruned=0, gradient=4)
+    copy = {"auto": 0, "samo": 4 if precision == "32-true" else 2}[compute]
+    return Storage(SPARSE.per_weight + copy, SPARSE.per_unpruned, SPARSE.gradient)
 
 
 def predicted(storage: Storage, ratio: float) -> float:
@@ -59,15 +60,15 @@ def predicted(storage: Storage, ratio: float) -> float:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-@pytest.mark.parametrize("policy", ["dense", "sparse", "samo"])
-def test_the_table_gives_the_measured_bytes(precision: str, policy: str) -> None:
-    found = measured(precision, policy, 0.9)
-    assert found == pytest.approx(predicted(table(precision, policy), 0.9), rel=1e-3)
+@pytest.mark.parametrize("compute", [None, "auto", "samo"])
+def test_the_table_gives_the_measured_bytes(precision: str, compute: Compute | None) -> None:
+    found = measured(precision, compute, 0.9)
+    assert found == pytest.approx(predicted(table(precision, compute), 0.9), rel=1e-3)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.8, 0.95])
 def test_storage_of_plans_takes_the_measured_bytes(ratio: float) -> None:
-    assert measured("32-true", "dense", 0.0) == predicted(DENSE, 0.0)
+    assert measured("32-true", None, 0.0) == predicted(DENSE, 0.0)
     assert measured("32-true", "sparse", ratio) == pytest.approx(predicted(SPARSE, ratio), rel=1e-3)
 
 
@@ -81,25 +82,25 @@ def test_sparse_storage_pays_where_17_bytes_per_kept_weight_are_less_than_16_per
 
 
 def test_the_formula_that_samo_published() -> None:
-    published = Storage(per_weight=2, per_kept=24, gradient=2)
+    published = Storage(per_weight=2, per_unpruned=24, gradient=2)
     assert published.state_bytes(1.0, 0.9) == pytest.approx(24 * 0.1 + 2)
     assert published.reduced_bytes(1.0, 0.9) == pytest.approx(0.2)
 
 
 def test_fixed_bytes_count_once() -> None:
-    offloaded = Storage(per_weight=4, per_kept=0, gradient=2, fixed=64.0)
-    assert offloaded.state_bytes(10, 0.0) == 104
+    buffered = Storage(per_weight=4, per_unpruned=0, gradient=2, fixed=64.0)
+    assert buffered.state_bytes(10, 0.0) == 104
 
 
 @given(replicas=st.integers(1, 64), ratio=st.floats(0, 0.99))
 def test_replicas_divide_the_moments_alone(replicas: int, ratio: float) -> None:
     for storage in (DENSE, SPARSE):
         whole, part = (
-            each.state_bytes(1e6, ratio) for each in (storage, storage.divided(replicas))
+            each.state_bytes(1e6, ratio) for each in (storage, storage.sharded(replicas))
         )
         moments = 8e6 * (1 - ratio)
         assert part == pytest.approx(whole - moments + moments / replicas)
-        assert storage.divided(replicas).reduced_bytes(1, ratio) == storage.reduced_bytes(1, ratio)
+        assert storage.sharded(replicas).reduced_bytes(1, ratio) == storage.reduced_bytes(1, ratio)
 
 
 GPT = Transformer(layers=24, width=2048, heads=16, sequence=1024, vocabulary=50257)

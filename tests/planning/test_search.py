@@ -88,8 +88,8 @@ def test_memory_is_state_and_activations_of_the_fullest_stage() -> None:
     activations = 2 * 3 * 2 * MODEL.layer_activation_bytes
     assert plan.memory == pytest.approx(16 * weights + activations + logits)
     recomputed = evaluate(replace(WORKLOAD, recompute=True), Choice(4, 2, 3))
-    kept = 2 * (3 * 2 * MODEL.message_bytes + MODEL.layer_activation_bytes)
-    assert recomputed.memory == pytest.approx(16 * weights + kept + logits)
+    saved = 2 * (3 * 2 * MODEL.message_bytes + MODEL.layer_activation_bytes)
+    assert recomputed.memory == pytest.approx(16 * weights + saved + logits)
 
 
 def test_the_stage_with_the_head_gets_fewer_blocks() -> None:
@@ -148,7 +148,7 @@ def test_divided_optimizer_state_takes_memory_of_replicas() -> None:
 
 
 def test_ranks_with_the_same_experts_divide_their_state() -> None:
-    experts = replace(MODEL, experts=8, chosen=2)
+    experts = replace(MODEL, experts=8, top_k=2)
     choice = Choice(1, 1, 4, g_expert=2, g_tensor=2)  # of two replicas
     workload = replace(WORKLOAD, layers=experts.costs, batch=8, cluster=replace(CLUSTER, devices=4))
     for splits, sharing in ((False, 2), (True, 1)):
@@ -164,7 +164,7 @@ def test_ranks_with_the_same_experts_divide_their_state() -> None:
 
 
 def test_spread_experts_take_memory_and_all_reduce_of_a_share_and_messages() -> None:
-    experts = replace(MODEL, experts=8, chosen=2)
+    experts = replace(MODEL, experts=8, top_k=2)
     workload = replace(WORKLOAD, layers=experts.costs, g_expert=(1, 2, 4))
     plans = [evaluate(workload, Choice(2, 1, 4, g_expert)) for g_expert in (1, 2)]
     whole, spread = plans
@@ -181,8 +181,8 @@ def test_ranks_that_share_layers_divide_work_and_memory_and_all_reduce_results()
     alone, shared = (evaluate(workload, Choice(2, 1, 4, g_tensor=each)) for each in (1, 2))
     assert (alone.g_data, shared.g_data) == (4, 2)
     block = 4 * MODEL.layer_weights  # of a stage
-    kept = 4 * 4 * MODEL.split_activation_bytes
-    assert alone.memory - shared.memory == pytest.approx((16 * block + kept) / 2)
+    saved = 4 * 4 * MODEL.split_activation_bytes
+    assert alone.memory - shared.memory == pytest.approx((16 * block + saved) / 2)
     # A replica has half of the work a micro-batch, and twice as many of these.
     busy = [plan.simulation.busy[0] for plan in (alone, shared)]
     in_collectives = busy[1] - busy[0]
@@ -193,7 +193,7 @@ def test_ranks_that_share_layers_divide_work_and_memory_and_all_reduce_results()
 
 
 def test_recomputation_exchanges_nothing_twice() -> None:
-    experts = replace(MODEL, experts=8, chosen=2)
+    experts = replace(MODEL, experts=8, top_k=2)
     workload = replace(WORKLOAD, layers=experts.costs)
     choice = Choice(2, 1, 8, 2, 2)
     exchanged = [

@@ -15,10 +15,10 @@ from lightning_axosparse import CorruptFileError
 from lightning_axosparse.pruning.channel_ticket import (
     ChannelTicket,
     channel_masks,
-    keep_inputs,
-    keep_outputs,
     layer_inputs,
     layer_outputs,
+    prune_inputs,
+    prune_outputs,
     validate_channelwise_optimizer,
 )
 from tests.pruning.networks import NETWORKS, images, made, resnet, vgg
@@ -47,15 +47,15 @@ def test_a_layer_computes_its_kept_outputs_of_its_kept_inputs(kind: type[nn.Modu
     x[:, ~INPUTS] = 0
     expected = layer(x)[:, OUTPUTS]
     moments = [optimizer.state[p]["momentum_buffer"].clone() for p in layer.parameters()]
-    keep_inputs(layer, INPUTS, [optimizer])
-    keep_outputs(layer, OUTPUTS, [optimizer])
+    prune_inputs(layer, INPUTS, [optimizer])
+    prune_outputs(layer, OUTPUTS, [optimizer])
     assert (layer_inputs(layer), layer_outputs(layer)) == (3, 2)
     assert torch.allclose(layer(x[:, INPUTS]), expected, rtol=0, atol=1e-12)
     assert layer.weight.is_leaf
     for parameter, moment in zip(layer.parameters(), moments, strict=True):
-        kept = optimizer.state[parameter]["momentum_buffer"]
-        assert kept.shape == parameter.grad.shape == parameter.shape
-        assert torch.isin(kept, moment).all()
+        momentum = optimizer.state[parameter]["momentum_buffer"]
+        assert momentum.shape == parameter.grad.shape == parameter.shape
+        assert torch.isin(momentum, moment).all()
     layer(x[:, INPUTS]).sum().backward()
     optimizer.step()
 
@@ -66,7 +66,7 @@ def test_a_batch_norm_keeps_what_belongs_to_its_channels(options: dict[str, bool
     x = torch.randn(3, 4, 2, 2, dtype=torch.float64)
     norm(x)
     expected = norm.eval()(x)[:, OUTPUTS]
-    keep_outputs(norm, OUTPUTS, [])
+    prune_outputs(norm, OUTPUTS, [])
     assert layer_outputs(norm) == norm.num_features == 2
     assert torch.equal(norm(x[:, OUTPUTS]), expected)
 
@@ -121,11 +121,11 @@ def test_the_largest_scales_stay_above_the_floors(
         name: scale.shape for name, scale in scales.items()
     }
     least = {n: max(1, math.ceil(floor * (1 - ratio) * len(s))) for n, s in scales.items()}
-    kept = {name: int(mask.sum()) for name, mask in masks.items()}
-    assert all(kept[name] >= least[name] for name in kept)
+    counts = {name: int(mask.sum()) for name, mask in masks.items()}
+    assert all(counts[name] >= least[name] for name in counts)
     wanted = sum(sizes) - round(ratio * sum(sizes))
-    assert sum(kept.values()) == max(wanted, sum(least.values()))
-    free = [n for n in kept if kept[n] > least[n]]  # Floors do not decide there.
+    assert sum(counts.values()) == max(wanted, sum(least.values()))
+    free = [n for n in counts if counts[n] > least[n]]  # Floors do not decide there.
     if free:
         lowest = min(float(scales[n].abs()[masks[n]].min()) for n in free)
         for name, mask in masks.items():
@@ -157,7 +157,7 @@ def test_the_shrunk_network_computes_what_the_masked_one_does(
         for each in (network, masked):
             each.train(training)
         assert distance(network(images()), masked(images())) <= 1e-12
-    for layer, mask in ticket.channels.kept_outputs(ticket.masks).items():
+    for layer, mask in ticket.channels.output_masks(ticket.masks).items():
         statistics = getattr(network.get_submodule(layer), "running_var", None)
         if statistics is not None:
             assert distance(statistics, masked.get_submodule(layer).running_var[mask]) <= 1e-12
@@ -275,3 +275,38 @@ def test_a_file_without_a_ticket_is_refused(tmp_path: Path) -> None:
     state = ChannelTicket.largest(made("vgg"), 0.5).state_dict()
     with pytest.raises(CorruptFileError, match="ChannelTicket/0"):
         ChannelTicket.from_state_dict({**state, "format": "lightning_axosparse.ChannelTicket/0"})
+
+
+ODD = {
+    "no table": lambda state: state.update(channels=3),
+    "a table too few": lambda state: state["channels"].pop("outputs"),
+    "a table too many": lambda state: state["channels"].update(more={}),
+    "no scales": lambda state: state["channels"].update(scales=["features.1"]),
+    "another scale": lambda state: state["channels"]["scales"].update(other=4),
+    "a size that is a text": lambda state: state["channels"]["scales"].update({SCALE: "8"}),
+    "no name of a scale": lambda state: state["channels"]["outputs"].update(features=[1]),
+    "outputs of nothing": lambda state: state["channels"]["outputs"].update(features="nothing"),
+    "inputs that are a number": lambda state: state["channels"]["inputs"].update(features=3),
+    "a segment that is a text": lambda state: state["channels"]["inputs"].update(features=["a"]),
+    "a segment of nothing": lambda state: state["channels"]["inputs"].update(
+        features=[{"scale": "nothing", "entries": 8}]
+    ),
+    "a segment of half": lambda state: state["channels"]["inputs"].update(
+        features=[{"scale": SCALE, "entries": 8.5}]
+    ),
+    "a segment of too few": lambda state: state["channels"]["inputs"].update(
+        features=[{"scale": SCALE, "entries": 1}]
+    ),
+    "reasons that are a text": lambda state: state["channels"].update(whole="because"),
+    "no masks": lambda state: state.update(masks=None),
+    "no format": lambda state: state.pop("format"),
+}
+SCALE = next(iter(ChannelTicket.largest(made("vgg"), 0.5).channels.scales))
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_contents_are_refused_in_words(odd: str) -> None:
+    state = copy.deepcopy(ChannelTicket.largest(made("vgg"), 0.5).state_dict())
+    ODD[odd](state)
+    with pytest.raises(ValueError, match=r"See .*troubleshooting"):
+        ChannelTicket.from_state_dict(state)

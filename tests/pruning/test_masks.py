@@ -73,18 +73,18 @@ def test_a_state_whose_bits_do_not_fit_the_shape_is_rejected():
         MaskBits.from_state_dict({**state, "bits": longer["bits"]})
 
 
-def random_masks(seed, kept):
+def random_masks(seed, density):
     parameters = make_parameters(seed, torch.float32, ties=False)
     generator = torch.Generator().manual_seed(seed + 1)
     return [
-        {name: torch.rand(p.shape, generator=generator) < kept for name, p in parameters.items()}
+        {name: torch.rand(p.shape, generator=generator) < density for name, p in parameters.items()}
         for _ in range(2)
     ]
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-def test_distances_by_their_definitions(seed, kept):
-    one, other = random_masks(seed, kept)
+def test_distances_by_their_definitions(seed, density):
+    one, other = random_masks(seed, density)
     a, b = (torch.cat([m.reshape(-1) for m in masks.values()]).tolist() for masks in (one, other))
     kept_one, kept_other = ({i for i, keep in enumerate(mask) if keep} for mask in (a, b))
     hamming = sum(x != y for x, y in zip(a, b, strict=True)) / len(a)

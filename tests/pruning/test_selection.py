@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Size
 
-from lightning_axosparse.pruning.selection import highest, kept_entries, least_kept
+from lightning_axosparse.pruning.selection import minimum_counts, top_k_masks, unpruned_count
 from tests.pruning.stages import make_parameters, on_stage
 from tests.ranks import run_ranks
 
@@ -17,21 +17,21 @@ dims = st.lists(st.integers(1, 60), min_size=2, max_size=4)
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5])
 def test_ratios_out_of_range_are_refused(ratio):
     with pytest.raises(ValueError, match=str(ratio)):
-        kept_entries(SIZES, ratio)
+        unpruned_count(SIZES, ratio)
 
 
 @given(st.lists(dims, min_size=1, max_size=8), st.floats(0, 0.999), st.floats(0, 1))
 def test_floors_never_keep_more_than_there_is(shapes, ratio, floor):
     sizes = {str(n): Size(s) for n, s in enumerate(shapes)}
-    kept = kept_entries(sizes, ratio)
-    least = least_kept(sizes, kept, floor)
-    assert sum(least.values()) <= kept
+    k = unpruned_count(sizes, ratio)
+    least = minimum_counts(sizes, k, floor)
+    assert sum(least.values()) <= k
     assert all(least[name] <= size.numel() for name, size in sizes.items())
 
 
 def test_a_floor_is_a_share_of_what_all_would_keep_alike():
-    assert kept_entries(SIZES, 0.8) == 1580
-    assert least_kept(SIZES, 1580, 0.1) == {"a": 100, "b": 4, "c": 54}
+    assert unpruned_count(SIZES, 0.8) == 1580
+    assert minimum_counts(SIZES, 1580, 0.1) == {"a": 100, "b": 4, "c": 54}
 
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -44,11 +44,11 @@ def sizes_of(scores):
 
 def one_process(scores, ratio, floor=0.0):
     sizes = sizes_of(scores)
-    kept = kept_entries(sizes, ratio)
-    return highest(scores, sizes, kept, least_kept(sizes, kept, floor))
+    k = unpruned_count(sizes, ratio)
+    return top_k_masks(scores, sizes, k, minimum_counts(sizes, k, floor))
 
 
-def sorted_masks(scores, kept, floor=0.0):
+def sorted_masks(scores, k, floor=0.0):
     """The definition: sort all scores, ties in global order, and keep the last.
 
     The highest of each weight, as many as its floor, come after all others.
@@ -57,12 +57,12 @@ def sorted_masks(scores, kept, floor=0.0):
     safe = []
     for score in scores.values():
         own = torch.zeros(score.numel(), dtype=torch.bool)
-        least = int(floor * kept * score.numel() / len(flat))
+        least = int(floor * k * score.numel() / len(flat))
         own[score.reshape(-1).double().argsort(stable=True)[score.numel() - least :]] = True
         safe.append(own)
     flat[torch.cat(safe)] = torch.inf
     mask = torch.ones(len(flat), dtype=torch.bool)
-    mask[flat.argsort(stable=True)[: len(flat) - kept]] = False
+    mask[flat.argsort(stable=True)[: len(flat) - k]] = False
     parts = mask.split([score.numel() for score in scores.values()])
     return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
 
@@ -94,8 +94,8 @@ def test_every_weight_keeps_its_floor_and_the_whole_its_number():
         masks = one_process(scores, 0.8, floor=floor)
         assert int(masks["low"].sum()) == low
         assert sum(int(mask.sum()) for mask in masks.values()) == 2000
-        kept, pruned = scores["low"][masks["low"]], scores["low"][~masks["low"]]
-        assert low == 0 or kept.min() > pruned.max()
+        unpruned, pruned = scores["low"][masks["low"]], scores["low"][~masks["low"]]
+        assert low == 0 or unpruned.min() > pruned.max()
 
 
 def test_mixed_precisions_extremes_and_zeros_of_both_signs():
@@ -117,7 +117,7 @@ def test_strided_scores_keep_their_own_order():
 def test_all_may_be_kept_and_none():
     scores = make_parameters(0, torch.float32, ties=False)
     assert all(mask.all() for mask in one_process(scores, 0.0).values())
-    masks = highest(scores, sizes_of(scores), 0)
+    masks = top_k_masks(scores, sizes_of(scores), 0)
     assert not any(mask.any() for mask in masks.values())
 
 
@@ -144,12 +144,12 @@ def masks_of_a_stage(stage, stages, group):
         held, counted = on_stage(scores, stages, stage)
         own = {name: held[name] for name in scores if name in counted}
         sizes = sizes_of(scores)
-        kept = kept_entries(sizes, ratio)
-        found.append(highest(own, sizes, kept, least_kept(sizes, kept, floor), group))
+        k = unpruned_count(sizes, ratio)
+        found.append(top_k_masks(own, sizes, k, minimum_counts(sizes, k, floor), group))
     if "b.weight" in own:
         own["b.weight"] = own["b.weight"] * torch.nan
     with pytest.raises(ValueError, match=r"NaN in b\.weight"):
-        highest(own, sizes, kept_entries(sizes, 0.5), group=group)
+        top_k_masks(own, sizes, unpruned_count(sizes, 0.5), group=group)
     return found
 
 

@@ -18,14 +18,14 @@ from lightning_axosparse.sparse.store.formats import layout_of
     # Where a GPU rounds to bfloat16 the interpreter truncates; benchmarks.gpu.kernels compares it.
     dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.float16])] * 2)
     | st.just((torch.bfloat16, torch.bfloat16)),
-    kept=st.sampled_from([0.0, 0.003, 0.1, 0.5, 1.0]),
+    density=st.sampled_from([0.0, 0.003, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 2**31),
 )
-def test_fused_kernels_agree_with_the_reference(shape, dtypes, kept, seed):
+def test_fused_kernels_agree_with_the_reference(shape, dtypes, density, seed):
     dtype, stored = dtypes
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(shape, generator=generator) < kept
-    mask[1:-1:2] = False  # rows of which nothing is kept
+    mask = torch.rand(shape, generator=generator) < density
+    mask[1:-1:2] = False  # rows of which all entries are pruned
     dense = torch.randn(shape, generator=generator).to(dtype)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(layout_module.TILE_ENTRIES, "cpu", 8192)

@@ -11,10 +11,10 @@ from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import Compute
 
 
-def random_masks(module: nn.Module, kept: float = 0.3) -> dict[str, Tensor]:
+def random_masks(module: nn.Module, density: float = 0.3) -> dict[str, Tensor]:
     """Return a mask for each parameter with at least two dimensions."""
     return {
-        name: torch.rand(parameter.shape) < kept
+        name: torch.rand(parameter.shape) < density
         for name, parameter in module.named_parameters()
         if parameter.dim() >= 2
     }
@@ -37,6 +37,6 @@ def sparse_and_dense(
     return module, dense
 
 
-def kept(name: str, tensor: Tensor, masks: dict[str, Tensor]) -> Tensor:
+def unpruned(name: str, tensor: Tensor, masks: dict[str, Tensor]) -> Tensor:
     """Return the entries of a dense ``tensor`` that the sparse parameter of that name keeps."""
     return tensor[masks[name]] if name in masks else tensor

@@ -1,4 +1,4 @@
-"""DistributedDataParallel reduces the kept entries, wrapped before the swap or after it.
+"""DistributedDataParallel reduces the unpruned entries, wrapped before the swap or after it.
 
 One of the layers is an embedding that had sparse gradients while it was dense.
 """

@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.scratch import scratch
-from tests.sparse.masking import kept, random_masks, sparse_and_dense
+from tests.sparse.masking import random_masks, sparse_and_dense, unpruned
 
 
 class Tied(nn.Module):
@@ -191,7 +191,7 @@ def test_output_and_gradients(name):
     for parameter_name, parameter in sparse.named_parameters():
         gradient = expected[parameter_name].grad
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        torch.testing.assert_close(parameter.grad, kept(parameter_name, gradient, masks))
+        torch.testing.assert_close(parameter.grad, unpruned(parameter_name, gradient, masks))
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -229,7 +229,7 @@ def test_evaluation(name):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The dtype of all that was made dense, and the storage of what is not in scratch memory."""
+    """The dtype of all that was materialized, and the storage of what is not in scratch memory."""
     made = []
     densify = Layout.densify_tile
 
@@ -317,7 +317,7 @@ def test_compiled_whole_without_saving_a_dense_weight(name):
     torch.testing.assert_close(output, run(dense, inputs)[0])
     expected = dict(dense.named_parameters())
     for parameter_name, parameter in sparse.named_parameters():
-        gradient = kept(parameter_name, expected[parameter_name].grad, masks)
+        gradient = unpruned(parameter_name, expected[parameter_name].grad, masks)
         torch.testing.assert_close(parameter.grad, gradient)
 
 
@@ -352,7 +352,7 @@ def test_autocast_makes_no_float32_copy(name, made):
     assert {dtype for dtype, _ in made} == {torch.bfloat16}
     expected = dict(dense.named_parameters())
     for parameter_name, parameter in sparse.named_parameters():
-        gradient = kept(parameter_name, expected[parameter_name].grad, masks)
+        gradient = unpruned(parameter_name, expected[parameter_name].grad, masks)
         torch.testing.assert_close(parameter.grad, gradient)
 
 
@@ -386,7 +386,7 @@ def test_double_backward(name):
         (slope,) = torch.autograd.grad(one(inputs).pow(3).sum(), inputs, create_graph=True)
         slope.square().sum().backward()
         found.append({n: p.grad for n, p in one.named_parameters() if p.grad is not None})
-    expected = {n: kept(n, gradient, masks) for n, gradient in found[1].items()}
+    expected = {n: unpruned(n, gradient, masks) for n, gradient in found[1].items()}
     torch.testing.assert_close(found[0], expected)
 
 

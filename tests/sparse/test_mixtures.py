@@ -84,7 +84,7 @@ def test_a_block_of_mixtral(implementation, optimizer):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     for name in ("gate_up_proj", "down_proj"):
         gradient = sparse.experts._parameters[name].grad
-        edges = getattr(sparse.experts, name).entries.edges
+        edges = getattr(sparse.experts, name).sparse_layout.edges
         assert gradient[: edges[-2]].abs().sum() > 0
         assert torch.equal(gradient[edges[-2] :], torch.zeros(edges[-1] - edges[-2]).double())
     densify(sparse)
@@ -172,7 +172,7 @@ def test_a_frozen_stack_stays_sparse_in_a_parametrization():
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     original = sparse.experts.parametrizations.down_proj.original
-    assert original.kept.numel() == masks["experts.down_proj"].sum()
+    assert original.stored_values.numel() == masks["experts.down_proj"].sum()
     file = io.BytesIO()
     torch.save(found, file)
     with torch.no_grad():

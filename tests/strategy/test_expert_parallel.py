@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse import AxoSparseStrategy, PipelineTimeline
+from lightning_axosparse import AxoSparseStrategy, ExpertParallel, PipelineTimeline
 from lightning_axosparse.strategy.expert_parallel import (
     SpreadExperts,
     expert_layers,
@@ -22,17 +22,23 @@ from tests.parity.test_expert_parallel import LAYERS, Adapted, Experts, Mixtral,
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"experts": None}, "g_expert=2 .* not said which experts"),
-        ({"transport": "loopback"}, "transport='loopback' does not work with g_expert=2"),
-        ({"offload_optimizer": True}, "offload_optimizer=True does not work"),
+        ({"transport": "loopback"}, "transport='loopback' does not work with expert_parallel=2"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
-        ({"g_expert": 0}, "g_expert=0 must be"),
-        ({"experts": 3}, "experts=3 must be"),
+        ({"expert_parallel": 0}, "expert_parallel=0 must be"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
-        AxoSparseStrategy(**{"g_expert": 2, "experts": "auto", **options})
+        AxoSparseStrategy(**{"expert_parallel": 2, **options})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "message"),
+    [(0, "auto", "ranks=0 must be"), (2, 3, "experts=3 must be"), (2, None, "experts=None must")],
+)
+def test_experts_have_ranks_and_names(ranks: Any, experts: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        ExpertParallel(ranks, experts)
 
 
 class Adafactor(Own):
@@ -45,24 +51,18 @@ class Adafactor(Own):
     [
         (Own, {"experts": "auto"}, "no Hugging Face module in it has a plan"),
         (Own, {"experts": "layers.*.experts"}, "it has no module 'layers"),
-        (Own, {"ranks": 3}, r"g_expert=2 .* do not divide g_data=3.*\[1, 3\]"),
-        (Own, {"g_expert": 3, "ranks": 3}, "'blocks.0.experts' has 4 experts, which g_expert=3"),
+        (Own, {"ranks": 3}, r"expert_parallel=2 .* do not divide g_data=3.*\[1, 3\]"),
+        (Own, {"over": 3, "ranks": 3}, "'blocks.0.experts' has 4 experts, which expert_parallel=3"),
         (Own, {"experts": "blocks.*.norm"}, "'blocks.0.norm'.* its `forward` takes input"),
-        (Own, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work with g_expert"),
-        (Adafactor, {}, "Adafactor cannot step parts of weights.*leave g_expert out"),
+        (Own, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work with expert_p"),
+        (Adafactor, {}, "Adafactor cannot step parts of weights.*leave expert_parallel out"),
     ],
 )
 def test_runs(module: type[L.LightningModule], options: dict[str, Any], message: str) -> None:
-    options = {
-        "experts": "blocks.*.experts",
-        "pipeline": "blocks",
-        "g_inter": 1,
-        "g_expert": 2,
-        **options,
-    }
-    ranks, callbacks = options.pop("ranks", 2), options.pop("callbacks", [])
+    experts = options.pop("over", 2), options.pop("experts", "blocks.*.experts")
+    options = {"callbacks": [], "ranks": 2, "pipeline": "blocks", "g_inter": 1, **options}
     with pytest.raises(MisconfigurationException, match=message):
-        jobs.train(module(), ranks=ranks, callbacks=callbacks, **options)
+        jobs.train(module(), expert_parallel=ExpertParallel(*experts), **options)
 
 
 class Slices(nn.Module):

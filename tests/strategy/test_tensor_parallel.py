@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -10,32 +11,60 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdChannels, PipelineTimeline
+from lightning_axosparse import (
+    AxoSparseStrategy,
+    EarlyBirdChannels,
+    PipelineTimeline,
+    TensorParallel,
+)
 from lightning_axosparse.strategy import validation
-from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan
+from lightning_axosparse.strategy.tensor_parallel import hugging_face_plan, styles_of
 from lightning_axosparse.strategy.validation import advise_on_dropout
 from tests.faults import jobs
+from tests.parity.test_tensor_parallel import Llama
 from tests.ranks import run_ranks
 
-PLAN = {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
+COLUMNS, ROWS = ColwiseParallel(), RowwiseParallel()
+PLAN = {"model.0": COLUMNS, "model.1": ROWS}
+HEADS = {"model.*.q_proj": COLUMNS, "model.*.k_proj": COLUMNS, "model.*.o_proj": ROWS}
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"transport": "loopback"}, "transport='loopback' does not work with g_tensor=2"),
+        ({"transport": "loopback"}, "transport='loopback' does not work with tensor_parallel=2"),
         ({"balance": "time"}, "balance='time' does not work"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
-        ({"offload_optimizer": True}, "offload_optimizer=True does not work"),
-        ({"g_tensor": 0}, "g_tensor=0 must be"),
-        ({"tensor_plan": "mine"}, "tensor_plan='mine' must be"),
+        ({"tensor_parallel": 0}, "tensor_parallel=0 must be"),
+        ({"tensor_parallel": PLAN}, "tensor_parallel={.* must be .*, or a TensorParallel"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
-        AxoSparseStrategy(**{"g_tensor": 2, "tensor_plan": PLAN, **options})
+        AxoSparseStrategy(**{"tensor_parallel": TensorParallel(2, PLAN), **options})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "message"),
+    [
+        (0, "auto", "ranks=0 must be"),
+        (2, "mine", "plan='mine' must be 'auto', or a dict of torch's styles"),
+        (2, None, "plan=None must be"),
+        (2, {"model.0": "colwise"}, "'model.0' the style 'colwise', which is none of"),
+        (2, {"model.0": ColwiseParallel}, "'model.0' the style <class"),
+    ],
+)
+def test_a_plan_has_ranks_and_styles(ranks: Any, plan: Any, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        TensorParallel(ranks, plan)
 
 
 class Rows(jobs.Plain):
@@ -43,27 +72,57 @@ class Rows(jobs.Plain):
         return torch.optim.Adafactor(self.parameters())
 
 
-def fit(module: L.LightningModule, ranks: int = 2, **options: Any) -> None:
-    callbacks = options.pop("callbacks", [])
-    strategy = {"g_inter": 1, "g_tensor": 2, "tensor_plan": PLAN, **options}
-    jobs.train(module, ranks=ranks, callbacks=callbacks, **strategy)
+def fit(module: L.LightningModule, ranks: int = 2, plan: Any = PLAN, **options: Any) -> None:
+    split = TensorParallel(2, plan)
+    jobs.train(
+        module, ranks=ranks, g_inter=1, tensor_parallel=split, **{"callbacks": [], **options}
+    )
+
+
+class LlamaAttention(nn.Module):
+    """Projections of an attention layer of four heads, and of one of keys and values."""
+
+    def __init__(self, heads: int = 4, shared: int = 1) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=shared)
+        self.head_dim = 2
+        self.q_proj, self.k_proj = nn.Linear(8, 2 * heads), nn.Linear(8, 2 * shared)
+        self.o_proj = nn.Linear(2 * heads, 8)
+
+
+class Attends(jobs.Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(LlamaAttention())
 
 
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (jobs.Plain, {"tensor_plan": None}, "there is no plan.*configure_model"),
-        (jobs.Plain, {"tensor_plan": "auto"}, "tensor_plan='auto' .* none has one"),
-        (jobs.Plain, {"ranks": 3}, r"g_tensor=2 .* 3 rank.*\[1, 3\]"),
+        (jobs.Plain, {"plan": "auto"}, "there is no plan: no Hugging Face .*configure_model"),
+        (jobs.Plain, {"plan": {**PLAN, "net.*.up": ROWS}}, "names 'net.*.up', but Plain has no"),
+        (jobs.Plain, {"plan": {"model.0": COLUMNS}}, "'model.0' by columns and no layer by rows"),
+        (Attends, {"plan": HEADS}, r"'model.0' .* has 1 key-value heads, which tensor_parallel=2"),
+        (jobs.Plain, {"ranks": 3}, r"tensor_parallel=2 .* 3 rank.*\[1, 3\]"),
         (jobs.Plain, {"callbacks": [EarlyBirdChannels(0.5)]}, "EarlyBirdChannels does not work"),
         (jobs.Plain, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work"),
         (jobs.Plain, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning masks"),
-        (Rows, {}, "Adafactor cannot step parts of weights.*leave g_tensor out"),
+        (Rows, {}, "Adafactor cannot step parts of weights.*leave tensor_parallel out"),
     ],
 )
 def test_runs(module: type, options: dict[str, Any], message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         fit(module(), **options)
+
+
+def test_llamas_ranks_have_whole_heads_of_keys_and_values() -> None:
+    module = Llama()
+    assert len(styles_of(module, "auto", 2)) > 1
+    with pytest.raises(MisconfigurationException, match=r"LlamaAttention\) has 2 key-value heads,"):
+        styles_of(module, "auto", 4)
+    perceptron = {"network.model.layers.*.mlp.up_proj": COLUMNS}
+    perceptron["network.model.layers.*.mlp.down_proj"] = ROWS
+    assert styles_of(module, perceptron, 4) == perceptron
 
 
 class Planned(nn.Module):
@@ -79,11 +138,11 @@ class Planned(nn.Module):
 def test_the_plan_of_a_hugging_face_module_goes_by_names_of_the_whole_module() -> None:
     outer = Planned(**{"inner.*.up": "colwise", "inner.head": "colwise_gather_output"})
     outer.part = Planned(up="rowwise")  # named by the outer one already
-    plan = hugging_face_plan(nn.ModuleDict({"network": outer}))
+    plan = hugging_face_plan(nn.ModuleDict({"network": outer}), 2)
     assert list(plan) == ["network.inner.*.up", "network.inner.head"]
     assert all(isinstance(style, ColwiseParallel) for style in plan.values())
     with pytest.raises(MisconfigurationException, match="Planned wants 'packed_rowwise' for 'up'"):
-        hugging_face_plan(Planned(up="packed_rowwise"))
+        hugging_face_plan(Planned(up="packed_rowwise"), 2)
 
 
 def test_experts_stay_whole_and_norms_of_heads_see_the_heads_of_their_rank() -> None:
@@ -96,7 +155,8 @@ def test_experts_stay_whole_and_norms_of_heads_see_the_heads_of_their_rank() -> 
                 "mlp.down_proj": "rowwise_split_input",
                 "q_norm": "replicated_with_grad_allreduce",
             }
-        )
+        ),
+        2,
     )
     assert {name: type(style) for name, style in plan.items()} == {
         "mlp.down_proj": RowwiseParallel,
@@ -126,6 +186,13 @@ class Normed(jobs.Plain):
         return down(norm(hidden.unflatten(-1, (-1, 4))).flatten(-2)).square().mean()
 
 
+class Makes(jobs.Plain):
+    """Makes layers on the ranks."""
+
+    def configure_model(self) -> None:
+        self.model[1] = nn.Linear(4, 4)
+
+
 class Tied(jobs.Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -145,13 +212,13 @@ def refusals() -> list[str]:
     for module, plan in (
         (Normed(), normed),
         (Tied(), PLAN),
-        (jobs.Plain(), {"layers.*": ColwiseParallel()}),
+        (Makes(), {"layers.*": ColwiseParallel()}),
         (jobs.Plain(), sequence),
         (hooked, PLAN),
         (narrow, PLAN),
-        (Normed(), {"model.1": ColwiseParallel()}),
+        (Normed(), {"model.1": ColwiseParallel(), "model.2": RowwiseParallel()}),
     ):
-        trainer = jobs.trainer(AxoSparseStrategy(g_tensor=2, tensor_plan=plan))
+        trainer = jobs.trainer(AxoSparseStrategy(tensor_parallel=TensorParallel(2, plan)))
         trainer.strategy.on_exception = lambda exception: None  # It would end the job.
         try:
             trainer.fit(module, jobs.Unequal())
@@ -167,8 +234,66 @@ def test_plans_that_would_compute_something_else_are_refused() -> None:
         differs, tied, unmatched, unsplit, hooked, narrow, unknown = found
         assert "different gradients of 'model.1.weight'" in differs
         assert "splits 'model.0.weight', which is tied to 'model.1.weight'" in tied
-        assert "no plan splits a weight" in unmatched
-        assert "no plan splits a weight" in unsplit
+        assert "names 'layers.*', but Makes has no such module" in unmatched
+        assert "its plan splits no weight" in unsplit
         assert "'model.0.weight' has a gradient hook" in hooked
         assert "'model.0.weight' of shape (3, 4)" in narrow
         assert "cannot split 'model.1'" in unknown
+
+
+class Own(jobs.Plain):
+    """Splits its layers itself, each time."""
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            parallelize_module(self, self.device_mesh["tensor_parallel"], PLAN)
+
+
+class Listed(nn.Sequential):
+    tp_plan: ClassVar = {"0": "colwise", "1": "rowwise"}
+
+
+class HuggingFace(jobs.Plain):
+    """Has a plan as Hugging Face's modules have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Listed(*self.model)
+
+
+def call_by_call(make: type[jobs.Plain], plan: Any, ranks: int) -> list[dict[str, Tensor]]:
+    """Fit, validate and fit again; the metrics of each call, and the weights in the end."""
+    L.seed_everything(0, verbose=False)
+    module, found = make(), []
+    data = DataLoader(torch.randn(12, 4, generator=torch.Generator().manual_seed(0)).double(), 4)
+    for calls in (("fit", "validate"), ("fit",), ("validate", "fit")):
+        strategy = AxoSparseStrategy(tensor_parallel=TensorParallel(ranks, plan))
+        run = jobs.trainer(strategy, ranks, precision="64-true")
+        for call in calls:
+            getattr(run, call)(module, *[data] * (2 if call == "fit" else 1))
+            found.append(dict(run.callback_metrics))
+    return [*found, module.state_dict()]
+
+
+WAYS: dict[str, tuple[type[jobs.Plain], Any]] = {
+    "a dict": (jobs.Plain, PLAN),
+    "configure_model": (Own, "auto"),
+    "Hugging Face": (HuggingFace, "auto"),
+}
+
+
+def all_ways(ranks: int) -> dict[str, list[dict[str, Tensor]]]:
+    return {way: call_by_call(*case, ranks) for way, case in WAYS.items()}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> list[Any]:
+    return run_ranks(2, all_ways, 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_module_is_split_again_in_each_call(way: str, on_two_ranks: list[Any]) -> None:
+    alone = call_by_call(*WAYS[way], 1)
+    assert len({float(metrics["val_loss"]) for metrics in alone[:-1]}) == 3  # It is trained thrice.
+    for found in on_two_ranks:
+        torch.testing.assert_close(found[way], alone, rtol=0, atol=1e-12)

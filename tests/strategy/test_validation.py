@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
 )
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 
@@ -28,7 +29,7 @@ from lightning_axosparse.strategy.validation import (
 from tests.parity.cases import Net, loader
 from tests.parity.cases import fit as fit_net
 from tests.parity.cases import trainer as net_trainer
-from tests.strategy.compat.harness import CutStrategy, alone
+from tests.quiet import QUIET
 
 
 class Fetches(Net):
@@ -123,7 +124,7 @@ class LaunchReached(Exception):
     """Nothing was refused before ranks would be started."""
 
 
-class Launches(CutStrategy):
+class Launches(SingleDeviceStrategy):
     @property
     def launcher(self) -> Any:
         raise LaunchReached
@@ -150,15 +151,12 @@ class TestAssumptionsAboutLightning:
 
     def test_several_optimizers(self) -> None:
         with pytest.raises(RuntimeError, match="multiple optimizers"):
-            trainer(CutStrategy).fit(TwoOptimizers())
+            trainer(SingleDeviceStrategy).fit(TwoOptimizers())
 
 
-def trainer(strategy: type[CutStrategy]) -> Trainer:
+def trainer(strategy: type[SingleDeviceStrategy]) -> Trainer:
     return Trainer(
         accelerator="cpu",
-        strategy=strategy(1, alone()),
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+        strategy=strategy(torch.device("cpu")),
+        **QUIET,
     )

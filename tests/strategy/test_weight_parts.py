@@ -27,7 +27,7 @@ def stepped(mask: Tensor | None) -> tuple[nn.Linear, torch.optim.Optimizer]:
     layer(torch.randn(3, 6)).sum().backward()
     optimizer.step()
     if mask is not None:
-        sparsify(layer, {"weight": mask}, optimizer, policy="samo")
+        sparsify(layer, {"weight": mask}, optimizer, compute="samo")
     return layer, optimizer
 
 
@@ -59,7 +59,7 @@ def on_rank() -> dict[str, Any]:
             read = {"values": values, **{k: v for k, v in state.items() if v.dim()}}
             read = {k: v if layout is None else layout.densify(v) for k, v in read.items()}
             split.gather([optimizer])
-            form = None if entry.form is None else entry.form.policy
+            form = entry.form
             after = seen(layer, optimizer)
             found[name, dimension] = before, part, shape, read, after, form
     return found
@@ -72,14 +72,14 @@ def test_parts_are_those_of_the_whole_and_give_it_back(
 ) -> None:
     mask = MASKS[name]
     for rank, found in enumerate(ranks):
-        before, part, shape, read, after, policy = found[name, dimension]
+        before, part, shape, read, after, form = found[name, dimension]
         for key, whole in before.items():
             assert torch.equal(part[key], whole.chunk(2, dimension)[rank]), key
             assert torch.equal(after[key], whole), key
             assert key == "gradient" or torch.equal(read[key], whole), key
         if mask is not None:
             assert shape == (int(mask.chunk(2, dimension)[rank].sum()),)
-            assert policy == "samo"
+            assert form.copy is not None
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -50,6 +50,39 @@ class Slotted:
         self.hidden = hidden
 
 
+class Fixed:
+    """A class that lets nobody assign to its attributes, and has no dict."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        object.__setattr__(self, "hidden", hidden)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"cannot assign to {name}")
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    one: Any
+
+
+class OfTwo(tuple):
+    """Takes other arguments than it is copied with."""
+
+    def __new__(cls, first: Any, second: Any) -> Any:
+        return super().__new__(cls, (first, second))
+
+
+def local_fixed(hidden: Any) -> Any:
+    class Local(Fixed):
+        __slots__ = ("more",)
+
+    made = Local(hidden[1])
+    object.__setattr__(made, "more", hidden[0])
+    return made
+
+
 def local(hidden: Any) -> Any:
     """An object of a class that cannot be imported."""
 
@@ -73,6 +106,11 @@ MAKE: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], list[Any]
     "user dict": (lambda a, b: UserDict(a=a, b=b), lambda o: [o["a"], o["b"]]),
     "own class": (lambda a, b: Own([a, b]), lambda o: o.me.hidden),
     "slots": (lambda a, b: Slotted((a, b)), lambda o: list(o.hidden)),
+    "slots that are fixed": (lambda a, b: Fixed((a, b)), lambda o: list(o.hidden)),
+    "frozen slots": (lambda a, b: FrozenSlots((a, b)), lambda o: list(o.one)),
+    "local fixed": (lambda a, b: local_fixed((a, b)), lambda o: [o.more, o.hidden]),
+    "read-only dict": (lambda a, b: MappingProxyType({"x": a, "y": b}), lambda o: [*o.values()]),
+    "views": (lambda a, b: {"x": a, "y": b}.values(), list),
     "local class": (lambda a, b: local([a, b]), lambda o: o.hidden),
     "inside one another": (
         lambda a, b: [Frozen(Pair(Own(a), "x")), {"y": deque([Slotted(b)])}],
@@ -142,3 +180,9 @@ def test_what_cannot_be_pickled_is_said_or_replaced() -> None:
     assert object_map(Tensor, len, [kept, broken], lambda value: type(value)) == [
         *(1, SimpleNamespace)
     ]
+
+
+def test_what_cannot_be_made_again_is_replaced_as_a_whole() -> None:
+    tree = ["x", OfTwo(torch.ones(2), 1)]
+    replaced = object_map(Tensor, lambda value: value + 1, tree, lambda value: type(value).__name__)
+    assert replaced == ["x", "OfTwo"]

@@ -34,7 +34,7 @@ def networks(request, monkeypatch):
     masks = random_masks(sparse)
     dense = copy.deepcopy(sparse)
     apply_masks(dense, masks)
-    sparsify(sparse, masks, policy="samo" if request.param == "resident" else "sparse")
+    sparsify(sparse, masks, compute="samo" if request.param == "resident" else "sparse")
     return sparse, dense, masks
 
 

@@ -46,15 +46,12 @@ WITHOUT_LINK = {
     ("strategy/launcher/launcher.py", "_Terminated"): "becomes the signal again",
     ("strategy/launcher/pickling.py", "LookupError("): "of a file between caller and ranks",
     # The command line says the rest.
-    ("cli/plan.py", "argparse.ArgumentTypeError("): "argparse adds how the command is used",
     ("cli/sweep.py", "SystemExit(1)"): "the table that was printed",
     # They pass on a message, which has a link if it is one of this package.
     ("cli/__init__.py", "SystemExit(str(error))"): "",
     ("callbacks/ticket_callback.py", "MisconfigurationException(str(error))"): "",
     ("pruning/selection.py", "ValueError('\\n'.join(found))"): "",
-    ("strategy/launcher/launcher.py", "_RankLost("): "",
     ("strategy/launcher/launcher.py", "error"): "",
-    ("strategy/launcher/launcher.py", "lost.error"): "",
     ("strategy/step/learning.py", "self.warn(text)"): "",
     ("strategy/step/learning.py", "rank_zero_warn(text)"): "",
     ("strategy/step/train_step.py", "self._learner.warn(text)"): "",

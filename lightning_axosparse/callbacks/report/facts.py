@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
+from zlib import crc32
 
 from lightning_axosparse.callbacks.ticket_callback import Period
 from lightning_axosparse.strategy.regrid import Regridded
-from lightning_axosparse.support.files import replacing
+from lightning_axosparse.support.files import CorruptFileError, reading, replacing
 from lightning_axosparse.support.trace import PASSES, Activity
 
 TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, compress", "other"]
@@ -261,20 +262,32 @@ class RunResult:
         return None if self.test_loss is None else perplexity(self.test_loss)
 
     def save(self, path: Path) -> None:
-        """Write the numbers, with the perplexities, as one line of JSON; atomically."""
+        """Write the numbers, the perplexities and a checksum as one line of JSON; atomically."""
         content = {
             "validation_perplexity": self.validation_perplexity,
             "test_perplexity": self.test_perplexity,
             **asdict(self),
         }
+        content["crc32"] = _checksum(content)
         with replacing(path) as file:
             file.write(f"{json.dumps(content)}\n".encode())
 
     @classmethod
     def load(cls, path: Path) -> RunResult:
-        """Read the numbers that :meth:`save` wrote."""
-        content = json.loads(path.read_text())
-        return cls(**{name.name: content[name.name] for name in fields(cls)})
+        """Read the numbers that :meth:`save` wrote.
+
+        Raises:
+            CorruptFileError: if the file is not as it was written.
+        """
+        with reading(path):
+            content = json.loads(path.read_text())
+            if content.pop("crc32") != _checksum(content):
+                raise CorruptFileError("its checksum does not fit")
+            return cls(**{name.name: content[name.name] for name in fields(cls)})
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    return crc32(json.dumps(content).encode())
 
 
 def _by_period(ranks: list[RankFacts], number: Callable[[Work], Any]) -> dict[Period, list[Any]]:

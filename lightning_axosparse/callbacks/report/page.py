@@ -29,19 +29,20 @@ _PIXELS = 64
 """The most of a mask's picture, along each side."""
 
 
-def html(
-    facts: RunFacts, figures: Mapping[str, Figure], ticket: Ticket | ChannelTicket | None
-) -> str:
-    """Return the page of a run with its plots, by name, and the masks of its ticket."""
-    blocks = [table(about(facts)), *(figure(name, plot) for name, plot in figures.items())]
-    blocks += map(table, sections(facts))
-    if isinstance(ticket, Ticket):
-        blocks.append(_masks(ticket))
-    return page("Training report", blocks)
+def html(facts: RunFacts, plots: Sequence[str], masks: Sequence[str] = ()) -> str:
+    """Return the page of a run; its plots and the masks of its ticket are blocks of HTML."""
+    return page(
+        "Training report", [table(about(facts)), *plots, *map(table, sections(facts)), *masks]
+    )
 
 
-def _masks(ticket: Ticket) -> str:
-    """Return a picture of each mask: the darker a pixel, the more of its entries are kept."""
+def pictures(ticket: Ticket | ChannelTicket | None) -> list[str]:
+    """Return a block with a picture of each mask of a ticket, if it has masks.
+
+    The darker a pixel, the more of its entries are unpruned.
+    """
+    if not isinstance(ticket, Ticket):
+        return []
     figures = []
     for name in islice(ticket.masks, _PICTURES):
         mask = ticket.masks[name]
@@ -51,8 +52,8 @@ def _masks(ticket: Ticket) -> str:
         )
     more = len(ticket.masks) - len(figures)
     rest = f" {more} more are not shown." if more else ""
-    about = f"<p>Outputs downwards, inputs to the right; dark is kept.{rest}</p>"
-    return "\n".join(["<h2>Masks</h2>", about, *figures])
+    about = f"<p>Outputs downwards, inputs to the right; dark is unpruned.{rest}</p>"
+    return ["\n".join(["<h2>Masks</h2>", about, *figures])]
 
 
 def _png(mask: Tensor) -> bytes:

@@ -121,6 +121,9 @@ class TrainingReport(L.Callback):
         self.val_accuracy, self.test_accuracy = val_accuracy, test_accuracy
         self.facts: RunFacts | None = None
         self._measured = _Measurements()
+        self._plots: list[str] = []
+        """The plots and the pictures of masks, as blocks of the page."""
+        self._masks: list[str] = []
         self._started: _Instant | None = None
         self._parameters = 0
 
@@ -198,9 +201,11 @@ class TrainingReport(L.Callback):
             self.facts.threshold = pruning.search.threshold if pruning.search else None
             if pruning.ticket is not None:
                 self.facts.draw = _draw(pruning.ticket, measured.work)
-        plots = self._write(trainer)
-        folder = folder_of(trainer, self.folder)
-        log_pictures(trainer.loggers, folder, plots, trainer.global_step)
+        if trainer.is_global_zero:
+            names = self._draw_pictures(trainer)
+            self._write(trainer)
+            folder = folder_of(trainer, self.folder)
+            log_pictures(trainer.loggers, folder, names, trainer.global_step)
 
     @override
     def on_test_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -208,15 +213,15 @@ class TrainingReport(L.Callback):
         if self.facts is not None and loss is not None:
             self.facts.test_loss = loss
             self.facts.test_accuracy = _logged(trainer, self.test_accuracy)
-            self._write(trainer)
+            if trainer.is_global_zero:
+                self._write(trainer)
 
-    def _write(self, trainer: L.Trainer) -> list[str]:
-        """Write the report on the first rank; return the names of its plots."""
-        if self.facts is None or not trainer.is_global_zero:
-            return []
+    def _draw_pictures(self, trainer: L.Trainer) -> list[str]:
+        """Draw what the training has measured, and save the ticket; return the plots' files."""
         # matplotlib takes long to import, and only this rank needs it.
-        from lightning_axosparse.callbacks.report.page import html, plots, save_plots
+        from lightning_axosparse.callbacks.report.page import figure, pictures, plots, save_plots
 
+        assert self.facts is not None
         folder = folder_of(trainer, self.folder)
         timelines = (c for c in callbacks_of(trainer) if isinstance(c, PipelineTimeline))
         steps = [step for timeline in timelines for step in timeline.steps]
@@ -224,11 +229,19 @@ class TrainingReport(L.Callback):
         ticket = None if pruning is None else pruning.ticket
         if ticket is not None:
             ticket.save(folder / "ticket.pt")
-        self.facts.save(folder / "report.json")
         figures = plots(self.facts, steps)
-        names = save_plots(figures, folder)
-        (folder / "report.html").write_text(html(self.facts, figures, ticket))
-        return names
+        self._plots = [figure(name, plot) for name, plot in figures.items()]
+        self._masks = pictures(ticket)
+        return save_plots(figures, folder)
+
+    def _write(self, trainer: L.Trainer) -> None:
+        """Write the numbers and the page."""
+        from lightning_axosparse.callbacks.report.page import html
+
+        assert self.facts is not None
+        folder = folder_of(trainer, self.folder)
+        self.facts.save(folder / "report.json")
+        (folder / "report.html").write_text(html(self.facts, self._plots, self._masks))
 
 
 def _about(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:

@@ -205,12 +205,24 @@ def _moved(
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta"), device_wanted
 
 
-@dataclass(frozen=True)
+@dataclass(init=False, unsafe_hash=True)
 class Unsendable:
-    """Replaces an object that cannot be sent; any use of it raises an error."""
+    """Replaces an object that cannot be sent; reading of it raises an error.
+
+    Code of an earlier stage, where the object is, may write to it.
+    """
 
     kind: str
     owner: str = field(compare=False)
+
+    def __init__(self, kind: str, owner: str) -> None:
+        vars(self).update(kind=kind, owner=owner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write nothing."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Write nothing."""
 
     def _error(self) -> MisconfigurationException:
         return MisconfigurationException(

@@ -1,10 +1,4 @@
-"""Steps an optimizer bucket by bucket: in host memory, or each replica its share, or both.
-
-With ``offload_optimizer`` the device keeps parameters and gradients. In a step their values and
-gradients are copied to the host bucket by bucket, the user's own optimizer steps them there, and
-the values are copied back while the next bucket is stepped. AxoNN (Singh & Bhatele, IPDPS 2022)
-copies the state to the device instead and steps there, which takes 16 bytes of device memory for
-each element of a bucket; this takes none.
+"""Divides an optimizer's state among replicas, each of which steps its part, bucket by bucket.
 
 With ``shard_optimizer`` each of the N ranks that keep the same values of a parameter (the replicas
 of a stage; of experts that are spread, those that have them) keeps the state of one N-th of its
@@ -17,8 +11,6 @@ the vector of its kept values, divided as any other.
 As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
 gradients are reduced are stepped, those of the last layers first; but not where clipping, loss
 scaling or a hook reads all gradients before.
-
-On a CUDA device the copies go through pinned memory, which has not been run on one yet.
 """
 
 from __future__ import annotations
@@ -38,54 +30,15 @@ from lightning_axosparse.pipeline.shard.remote_tensor import (
     closure_called,
     replaced_params,
 )
-from lightning_axosparse.sparse.module.optimizer_state import MASTER, converted_state, master_values
-from lightning_axosparse.sparse.store.materialize import master_dtype
+from lightning_axosparse.sparse.module.optimizer_state import convert_state
 from lightning_axosparse.support.patched import patched
 
 if TYPE_CHECKING:  # It starts MPI, which one rank does without.
     from lightning_axosparse.distributed.mpi.process_group import MPIProcessGroup
 
-HOST = torch.device("cpu")
 BUCKET = 4_000_000
 """Elements that are stepped at a time."""
 _HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
-
-
-class DeviceMemory:
-    """Where an optimizer's state is, and is stepped: where the parameters are."""
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """A tensor, to be stepped, in this place."""
-        return tensor
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which parameters of that dtype are stepped."""
-        return dtype
-
-    def like(self, parameter: Tensor) -> Tensor:
-        """A number on the device and of the dtype of a parameter's state."""
-        number = torch.zeros((), dtype=self.dtype(parameter.dtype), device=parameter.device)
-        return self.take(number)
-
-    def await_copies(self, parameters: Sequence[Tensor]) -> None:
-        """Wait until what was taken is there."""
-
-
-class HostMemory(DeviceMemory):
-    """Host memory, where parameters of less than 32 bits have float32 master weights."""
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor; from a CUDA device it comes later, to pinned memory."""
-        return tensor.to(HOST, non_blocking=True, copy=True)
-
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of master weights."""
-        return master_dtype(dtype)
-
-    def await_copies(self, parameters: Sequence[Tensor]) -> None:
-        """Wait until what was taken is there."""
-        for device in {parameter.device for parameter in parameters if parameter.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
 
 
 State = dict[str, Any]
@@ -137,7 +90,7 @@ class OptimizerShards:
         """The part that this replica keeps of the state of a parameter."""
         if self._dividing(parameter) is None:
             return state
-        return converted_state(state, parameter.shape, lambda t: self.part(parameter, t).clone())
+        return convert_state(state, parameter.shape, lambda t: self.part(parameter, t).clone())
 
     def gather_values(
         self, parameters: Sequence[nn.Parameter], stepped: Sequence[Tensor]
@@ -146,7 +99,7 @@ class OptimizerShards:
 
         Args:
             parameters: the parameters.
-            stepped: this replica's part of each, with the new values.
+            stepped: what :meth:`part` gives of each, with the new values.
 
         Returns:
             Functions that wait until the parameters have the new values.
@@ -156,8 +109,6 @@ class OptimizerShards:
             group = self._dividing(parameter)
             if group is not None:
                 alike.setdefault((group, parameter.dtype), []).append(index)
-            else:
-                parameter.copy_(stepped[index], non_blocking=True)
         return [
             self._start_gather(
                 [parameters[i].detach() for i in indices], [stepped[i] for i in indices], group
@@ -222,7 +173,7 @@ class OptimizerShards:
             return whole
 
         part = self.part(parameter, parameter.detach())
-        return converted_state(state, part.shape, gathered)
+        return convert_state(state, part.shape, gathered)
 
     def divided(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A state dict of the optimizer with this replica's part of it alone."""
@@ -260,18 +211,15 @@ def _piece(flat: Tensor, group: dist.ProcessGroup, rank: int) -> Tensor:
 
 
 class BucketwiseOptimizer:
-    """Steps an optimizer bucket by bucket, and keeps its state where it is stepped.
+    """Steps this replica's part of an optimizer's parameters, bucket by bucket.
 
     The optimizer stays the same object with the same parameters: they are the keys of its state,
-    and clipping, loss scaling and hooks see them and their gradients on the device. The numbers are
-    the same to the bit as those of the same optimizer in that place without buckets. In host memory
-    the float32 master weights of a parameter of less than 32 bits are stepped, and the device gets
-    their rounded values.
+    and clipping, loss scaling and hooks see them and their gradients. The numbers are the same to
+    the bit as those of the same optimizer without buckets.
 
     Args:
         optimizer: the user's, configured.
-        place: where the state is.
-        shards: which part of the state this replica keeps; None for all.
+        shards: which part of the state this replica keeps.
         await_gradients: waits until the gradients of the parameters it is given are reduced.
         bucket: elements that are stepped at a time; a larger parameter is a bucket of its own.
     """
@@ -279,17 +227,15 @@ class BucketwiseOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        place: DeviceMemory,
-        shards: OptimizerShards | None = None,
+        shards: OptimizerShards,
         await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
         bucket: int = BUCKET,
     ) -> None:
-        self._optimizer, self._place = optimizer, place
-        self._shards = shards or OptimizerShards(optimizer, lambda parameter: None)
+        self._optimizer, self._shards = optimizer, shards
         self._await, self._bucket = await_gradients, bucket
         self._gradients: dict[nn.Parameter, Tensor] = {}
         if optimizer.state:  # Adagrad's constructor makes it.
-            self.load_state_dict(optimizer.state_dict())
+            optimizer.load_state_dict(shards.divided(optimizer.state_dict()))
         self._hooks = [
             optimizer.register_step_pre_hook(self._step),
             optimizer.register_step_post_hook(self._show_gradients),
@@ -299,15 +245,6 @@ class BucketwiseOptimizer:
         """Let the optimizer step its parameters as a whole again."""
         for hook in self._hooks:
             hook.remove()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the whole state, of which this replica keeps its part, in its place."""
-        likes: dict[Tensor, Tensor] = {
-            parameter: self._place.like(parameter) for parameter in self._parameters()
-        }
-        divided = self._shards.divided(state)
-        with _substituted(self._optimizer, likes):
-            self._optimizer.load_state_dict(divided)
 
     def _step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -331,29 +268,17 @@ class BucketwiseOptimizer:
         self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]
     ) -> list[Callable[[], None]]:
         """Step some parameters; return what waits until they have their new values."""
-        values = [self._taken(parameter, parameter.detach()) for parameter in parameters]
-        gradients = [self._taken(p, p.grad) for p in parameters if p.grad is not None]
-        self._place.await_copies(parameters)
-        masters: dict[Tensor, Tensor] = {}
-        for parameter, value, gradient in zip(parameters, values, gradients, strict=True):
-            kept = optimizer.state[parameter].pop(MASTER, None)
-            master = nn.Parameter(master_values(value, kept, self._place.dtype(value.dtype)))
-            master.grad = gradient.to(master.dtype)
-            masters[parameter] = master
+        parts: dict[Tensor, Tensor] = {}
+        for parameter in parameters:
+            assert parameter.grad is not None
+            part = nn.Parameter(self._shards.part(parameter, parameter.detach()))
+            part.grad = self._shards.part(parameter, parameter.grad)
+            parts[parameter] = part
         # Hooks belong to the whole step, not to a bucket's.
         before, after = (patched(optimizer, name, {}) for name in _HOOKS)
-        with _substituted(optimizer, masters), before, after:
+        with _substituted(optimizer, parts), before, after:
             type(optimizer).step(optimizer)
-        for parameter, value in zip(parameters, values, strict=True):
-            master_value = masters[parameter].detach()
-            if master_value.dtype != parameter.dtype:
-                optimizer.state[parameter][MASTER] = master_value
-                value.copy_(master_value)
-        return self._shards.gather_values(parameters, values)
-
-    def _taken(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """What this replica steps of a parameter's tensor, in the place of the state."""
-        return self._place.take(self._shards.part(parameter, tensor))
+        return self._shards.gather_values(parameters, [each.detach() for each in parts.values()])
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
         """The buckets, each once its gradients are reduced; those of the last layers are first."""

@@ -175,9 +175,8 @@ class Partition(NamedTuple):
         sizes = " + ".join(str(len(part)) for part in self.parts)
         worst = imbalance(self.costs, self.parts)
         return (
-            f"Layers {self.names[0]!r} to {self.names[-1]!r} partitioned into {len(self.parts)} "
-            f"stages: {sizes}. The largest stage has {worst:.2f} times the mean stage's "
-            f"{self.measure}."
+            f"layers {self.names[0]!r} to {self.names[-1]!r} in {sizes}, "
+            f"the largest stage with {worst:.2f} times the mean stage's {self.measure}"
         )
 
 

@@ -249,8 +249,7 @@ def closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
                 "The optimizer calls its closure more than once a step, as SAM and LBFGS do. "
                 "Between the calls it changes weights by the gradients of all parameters, but this "
                 "rank steps only some of them. Use an optimizer that takes one step a batch, or "
-                "AxoSparseStrategy(g_inter=1) without shard_optimizer and offload_optimizer."
-                + see("optimizers")
+                "AxoSparseStrategy(g_inter=1) without shard_optimizer." + see("optimizers")
             )
         return losses.pop()
 

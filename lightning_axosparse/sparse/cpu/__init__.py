@@ -1,1 +1,1 @@
-"""Products with a sparse weight: on its kept values on a CPU, or panel by panel."""
+"""Products with a sparse weight: on its unpruned values on a CPU, or panel by panel."""

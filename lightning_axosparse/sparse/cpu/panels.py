@@ -1,11 +1,10 @@
-"""Multiplies by a sparse weight of which one panel at a time is made dense.
+"""Multiplies by a sparse weight, of which one panel at a time is materialized.
 
-One panel of the weight's rows is made dense in scratch memory just before its product, and one
-panel of the gradient is compressed to its kept entries just after. A panel takes no more memory
-than the activations that it is multiplied with, or one tile. Products with narrow panels are
-slower, so a weight that is small beside its activations is one panel; a large weight and its
-gradient never exist whole. The products take what those of ``products.py`` do, of any dtype and on
-any device.
+One panel of the weight's rows is materialized in scratch memory just before its product, and one
+panel of the gradient is compressed just after. A panel takes no more memory than the activations
+that it is multiplied with, or one tile. Products with narrow panels are slower, so a weight that is
+small beside its activations is one panel; a large weight and its gradient never exist whole. The
+products have the arguments of those in ``products.py``, of any dtype and on any device.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PANEL_ENTRIES = 2**24
 
 
 def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``inputs`` by the transposed weight; a panel gives some columns of the result."""
+    """Multiply ``inputs`` by the transposed weight; a panel computes some columns."""
     panels = _panels(layout, inputs.shape[:-1].numel())
     if len(panels) == 1:
         return F.linear(inputs, panels[0].dense(values, inputs.dtype), bias)
@@ -41,9 +40,9 @@ def spmm_t(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None =
 
 
 def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = None) -> Tensor:
-    """Multiply ``inputs`` by the weight; the results of the panels are added.
+    """Multiply ``inputs`` by the weight, as the sum over the panels.
 
-    In 16 bits every partial sum would be rounded, so a weight of several panels is made dense as a
+    In 16 bits every partial sum would be rounded, so a weight of several panels is materialized
     whole there.
     """
     first, *others = _panels(layout, inputs.shape[:-1].numel())
@@ -61,7 +60,7 @@ def spmm(inputs: Tensor, values: Tensor, layout: Layout, bias: Tensor | None = N
 
 
 def sddmm(left: Tensor, right: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``, cast to a dtype."""
+    """Return the unpruned entries of ``left.t() @ right``, cast to a dtype."""
     values = left.new_empty(layout.nnz, dtype=dtype)
     for panel in _panels(layout, left.shape[0]):
         out = panel.memory(left.dtype, left.device)
@@ -87,14 +86,14 @@ class _Panel:
         return scratch.take("tile", last.start + last.numel - first.start, dtype, device)
 
     def dense(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the panel of the weight with the kept ``values``: a matrix in scratch memory."""
+        """Return the panel of the weight with these ``values``: a matrix in scratch memory."""
         out = self.memory(dtype, values.device)
         for tile, part in self._parts(out):
             self.layout.densify_tile(tile, values[tile.entries], part)
         return out.view(-1, row_length(self.layout.shape))
 
     def compress(self, dense: Tensor, values: Tensor) -> None:
-        """Copy the kept entries of the flat ``dense`` panel to their part of ``values``."""
+        """Copy the unpruned entries of the flat ``dense`` panel to their part of ``values``."""
         for tile, part in self._parts(dense):
             self.layout.compress_tile(tile, part, values[tile.entries])
 

@@ -1,4 +1,4 @@
-"""Multiplies by the kept values of a sparse weight on a CPU, without a dense one.
+"""Multiplies by the unpruned values of a sparse weight on a CPU, without a dense one.
 
 The loops are in ``kernels/products.py``. ``benchmarks/overhead/products.py`` measures them against
 the panels of ``panels.py`` and against a dense weight.
@@ -24,27 +24,27 @@ from lightning_axosparse.sparse.store.layout import Layout, block_rows
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.memory import reusable_empty, reusable_zeros
 
-Shares = Mapping[str, float]
-"""The largest share of kept entries with which each product runs here.
+Densities = Mapping[str, float]
+"""The largest density at which each product runs on unpruned values.
 
-"one_token" is that of ``spmm_t`` and ``spmm`` with a single token.
+"one_token" is the one of ``spmm_t`` and ``spmm`` with a single token.
 """
 
-_USUAL: Shares = {"spmm_t": 0.4, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
-_SMALL: Shares = {"spmm_t": 0.2, "spmm": 0.12, "sddmm": 0.15, "one_token": 1.0}
-_ALWAYS: Shares = dict.fromkeys(_USUAL, 1.0)
-_NEVER: Shares = dict.fromkeys(_USUAL, -1.0)
+_USUAL: Densities = {"spmm_t": 0.4, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
+_SMALL: Densities = {"spmm_t": 0.2, "spmm": 0.12, "sddmm": 0.15, "one_token": 1.0}
+_ALWAYS: Densities = dict.fromkeys(_USUAL, 1.0)
+_NEVER: Densities = dict.fromkeys(_USUAL, -1.0)
 
-MOST_KEPT: Mapping[Processor, tuple[Shares, Shares]] = {
+MAX_DENSITY: Mapping[Processor, tuple[Densities, Densities]] = {
     "unmeasured": (_NEVER, _NEVER),
     "matrix": (_USUAL, _NEVER),
     "bfloat16": (_USUAL, _SMALL),
     "float32": (_USUAL, _USUAL),
 }
-"""With what shares products take less time here than on panels, in float32 and in 16 bits.
+"""The densities up to which these products are faster than panels, in float32 and in 16 bits.
 
-Panels take longer than a dense weight, too, by what it takes to fill them. Other sizes of weights
-and numbers of several tokens change the ratio of the two ways, but not which one is faster.
+Panels take longer than a dense weight, too, by the time to fill them. Other sizes of weights and
+other numbers of tokens, if several, change the ratio of the two, but not which one is faster.
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,34 +53,34 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NO_BIAS: Any = np.empty(0, np.float32)
 
 
-def readable(layout: Layout, operand: Tensor) -> TypeGuard[SegmentLayout]:
-    """Return whether compiled loops can read these kept values.
+def can_read(layout: Layout, operand: Tensor) -> TypeGuard[SegmentLayout]:
+    """Return whether compiled loops can read a sparse weight.
 
     Args:
-        layout: the kept entries.
-        operand: the kept values or another operand.
+        layout: the layout of the weight.
+        operand: its unpruned values, or another operand.
     """
     return operand.is_cpu and isinstance(layout, SegmentLayout) and layout.has_row_segments
 
 
-def chosen(
+def should_run(
     layout: Layout, product: str, backend: Backend, operand: Tensor
 ) -> TypeGuard[SegmentLayout]:
-    """Return whether a product with a sparse weight is to run here.
+    """Return whether a product with a sparse weight should run on its unpruned values.
 
     Args:
-        layout: the kept entries.
-        product: which product of :data:`Shares`.
+        layout: the layout of the weight.
+        product: a key of :data:`Densities`.
         backend: how products with the weight run.
-        operand: the kept values or another operand, of the dtype in which the product runs.
+        operand: the values, or another operand, of the dtype in which the product runs.
     """
-    if not readable(layout, operand):
+    if not can_read(layout, operand):
         return False
-    return layout.nnz <= most_kept(backend, operand.dtype)[product] * layout.shape.numel()
+    return layout.nnz <= max_density(backend, operand.dtype)[product] * layout.shape.numel()
 
 
-def most_kept(backend: Backend, dtype: torch.dtype) -> Shares:
-    """Return with which shares of kept entries products of a dtype are to run here, on a CPU.
+def max_density(backend: Backend, dtype: torch.dtype) -> Densities:
+    """Return the densities up to which products of a dtype should run here, on a CPU.
 
     Args:
         backend: how products with the weight run.
@@ -90,7 +90,7 @@ def most_kept(backend: Backend, dtype: torch.dtype) -> Shares:
         return _NEVER
     if backend.compute == "sparse":
         return _ALWAYS
-    in_float32, in_16_bits = MOST_KEPT[backend.processor]
+    in_float32, in_16_bits = MAX_DENSITY[backend.processor]
     return in_float32 if dtype == torch.float32 else in_16_bits
 
 
@@ -108,7 +108,7 @@ def load_loops() -> None:
         inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
         values = sddmm(inputs[:, :1], inputs, layout)
         spmm(spmm_t(inputs, values, layout), values, layout)
-        layout.densify(values)  # for products that keep too many entries, on panels
+        layout.densify(values)  # for products on panels, where the density is too high
 
 
 def spmm_t(
@@ -118,14 +118,14 @@ def spmm_t(
 
     Args:
         inputs: shape ``(..., columns)``, float32 or of 16 bits, on CPU.
-        values: kept values of the weight, which has the shape ``(rows, columns)``.
-        layout: the kept entries.
+        values: unpruned values of the weight, which has the shape ``(rows, columns)``.
+        layout: the positions of the values.
         bias: shape ``(rows,)``.
 
     Returns:
         A tensor of shape ``(..., rows)``.
     """
-    weight, tokens = weight_of(layout, values), inputs.shape[:-1]
+    weight, tokens = kernel_weight(layout, values), inputs.shape[:-1]
     result = reusable_empty((*tokens, weight.height))
     number = tokens.numel()
     source, shared = _flat(inputs), (_bias(bias), _flat(result))
@@ -138,7 +138,7 @@ def spmm_t(
             packed = _packed(weight.width)
             kernel_module("products").spmm_t(source, number, *rows, *shared, packed)
 
-    in_threads(part, weight.height, block_rows(layout.shape), number * layout.nnz)
+    run_in_threads(part, weight.height, block_rows(layout.shape), number * layout.nnz)
     return _like(result, inputs)
 
 
@@ -149,14 +149,14 @@ def spmm(
 
     Args:
         inputs: shape ``(..., rows)``, float32 or of 16 bits, on CPU.
-        values: kept values of the weight, which has the shape ``(rows, columns)``.
-        layout: the kept entries.
+        values: unpruned values of the weight, which has the shape ``(rows, columns)``.
+        layout: the positions of the values.
         bias: shape ``(columns,)``.
 
     Returns:
         A tensor of shape ``(..., columns)``.
     """
-    weight, tokens = weight_of(layout, values), inputs.shape[:-1]
+    weight, tokens = kernel_weight(layout, values), inputs.shape[:-1]
     result = reusable_empty((*tokens, weight.width))
     number = tokens.numel()
     source, shared = _flat(inputs), (weight, _bias(bias), _flat(result))
@@ -168,49 +168,46 @@ def spmm(
             packed = _packed(weight.width)
             kernel_module("products").spmm(source, (first, last), *shared, packed)
 
-    in_threads(part, number, ROWS, number * layout.nnz)
+    run_in_threads(part, number, ROWS, number * layout.nnz)
     return _like(result, inputs)
 
 
 def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``.
+    """Return the unpruned entries of ``left.t() @ right``.
 
     Args:
         left: shape ``(n, rows)``, float32 or of 16 bits, on CPU.
         right: shape ``(n, columns)``, likewise.
-        layout: the kept entries of the result, which has the shape ``(rows, columns)``.
+        layout: the layout of the result, which has the shape ``(rows, columns)``.
 
     Returns:
         A tensor of shape ``(layout.nnz,)``.
     """
     tokens, result = left.shape[0], reusable_zeros((layout.nnz,))
-    factors, weight = (_flat(left), _flat(right)), weight_of(layout, result)
+    factors, weight = (_flat(left), _flat(right)), kernel_weight(layout, result)
 
     def part(first: int, last: int) -> None:
         rows = (first, last), _entries_before(layout, first)
         kernel_module("products").sddmm(*factors, tokens, weight, *rows, _packed(weight.width))
 
-    in_threads(part, weight.height, block_rows(layout.shape), tokens * layout.nnz)
+    run_in_threads(part, weight.height, block_rows(layout.shape), tokens * layout.nnz)
     return _like(result, left)
 
 
-def weight_of(layout: SegmentLayout, values: Tensor) -> Weight:
-    """Return a sparse weight as loops read it."""
+def kernel_weight(layout: SegmentLayout, values: Tensor) -> Weight:
+    """Return a sparse weight in the form that compiled loops read."""
     return Weight(*layout.read_by_loops, _flat(values))
 
 
 def _flat(tensor: Tensor) -> Any:
+    # Calls of torch that change nothing took a tenth of the time of one token's product.
+    tensor = tensor if tensor.dtype == torch.float32 else tensor.float()
     # Not the tensor's reshape(-1), which may return a view with gaps.
-    return _float(tensor).numpy(force=True).ravel()
+    return tensor.numpy(force=True).ravel()
 
 
 def _bias(bias: Tensor | None) -> Any:
     return _NO_BIAS if bias is None else _flat(bias)
-
-
-def _float(tensor: Tensor) -> Tensor:
-    # Calls of torch that change nothing took a tenth of the time of one token's product.
-    return tensor if tensor.dtype == torch.float32 else tensor.float()
 
 
 def _like(result: Tensor, inputs: Tensor) -> Tensor:
@@ -230,15 +227,15 @@ WORK_OF_A_THREAD = 2**20
 """Fewer multiplications are not worth another thread."""
 
 
-def in_threads(part: Callable[[int, int], None], size: int, multiple: int, work: int) -> None:
+def run_in_threads(part: Callable[[int, int], None], size: int, multiple: int, work: int) -> None:
     """Run ``part`` on ranges that make up ``range(size)``.
 
     Args:
         part: takes the first number of a range and the one after its last; it may run in several
             threads at once.
-        size: what is divided.
+        size: the number of items to divide.
         multiple: ranges begin at multiples of this.
-        work: multiplications in all.
+        work: the number of multiplications.
     """
     threads = min(torch.get_num_threads(), work // WORK_OF_A_THREAD, -(-size // multiple))
     if threads < 2:
@@ -258,6 +255,6 @@ def _edges(size: int, multiple: int, parts: int) -> Sequence[int]:
 
 @cache  # One pool for the process, as torch has one.
 def _threads() -> ThreadPoolExecutor:
-    # A forked process has the pool's threads no more.
+    # A forked process no longer has the pool's threads.
     os.register_at_fork(after_in_child=_threads.cache_clear)
     return ThreadPoolExecutor(thread_name_prefix="axosparse-product")

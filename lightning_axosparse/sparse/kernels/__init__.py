@@ -1,8 +1,8 @@
-"""The kernels that write a dense tile from its kept entries and read them back, and products.
+"""The kernels that densify and compress tiles, and those that multiply by unpruned values.
 
 A kernel module has the functions ``densify`` and ``compress``: ``reference`` runs on every device,
-``fused`` on CUDA where Triton is installed, ``segments`` on CPU. The products with kept values,
-which need no dense tile, are in ``products`` and ``convolutions``.
+``fused`` on CUDA where Triton is installed, ``segments`` on CPU. The products, which need no dense
+tile, are in ``products`` and ``convolutions``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 SEGMENT = 256
-"""Entries of a segment, so that a byte says where in it a kept entry lies."""
+"""Entries of a segment, so that the offset of an unpruned entry in it fits into a byte."""
 
 ROWS = 64
 """Rows of a weight that ``products`` multiplies with one segment before the next."""
@@ -27,14 +27,14 @@ Span = tuple[int, int]
 
 
 class Weight(NamedTuple):
-    """A matrix of which compiled loops read the kept entries, in flat arrays.
+    """A sparse matrix in flat arrays, as compiled loops read it.
 
     Attributes:
-        counts: kept entries in each segment, row after row, int16.
-        offsets: the place of each kept entry in its segment, uint8.
+        counts: unpruned entries in each segment, row after row, int16.
+        offsets: the place of each unpruned entry in its segment, uint8.
         height: rows of the matrix.
         width: its columns.
-        values: the kept values, float32.
+        values: the unpruned values, float32.
     """
 
     counts: Any

@@ -1,17 +1,17 @@
-"""Convolves with kept values on a CPU, in compiled code that unfolds no image.
+"""Convolves with unpruned values on a CPU, in compiled code that unfolds no image.
 
-A kept entry of a filter multiplies one plane of numbers, shifted by the entry's place in the
+An unpruned entry of a filter multiplies one plane of numbers, shifted by the entry's place in the
 filter, and adds it to another plane (Park et al., ICLR 2017). A plane is flat and padded, so a
-shift is an offset, and each kept value is multiplied with consecutive numbers. Where a plane and
-its shift begin is the place of an entry; ``places`` and ``transposed_places`` compute the places of
-all kept entries before they are used at many positions.
+shift is an offset, and each value is multiplied with consecutive numbers. The place of an entry is
+where its plane, shifted, begins; ``places`` and ``transposed_places`` compute the places of all
+unpruned entries before they are used at many positions.
 
-A sum runs over the kept entries in the order of their places, so it does not depend on the number
-of threads, and a position's result does not depend on the positions beside it.
+A sum runs over the unpruned entries in the order of their places, so it does not depend on the
+number of threads, and a position's result does not depend on the positions beside it.
 
-The functions take flat arrays and check nothing. A row is an output channel of the weight, or, in
-what ``transposed_places`` wrote, a plane of the inputs. ``group`` is the number of rows that see
-the same inputs, and how far on those of the next ones are.
+The functions take flat arrays and check nothing. A row is an output channel of the weight, or, of
+the transposed weight, a plane of the inputs. ``group`` is the number of rows that read the same
+inputs, and the distance to the inputs of the next ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight
-from lightning_axosparse.sparse.kernels.products import kept_in, segments_of
+from lightning_axosparse.sparse.kernels.products import nnz_in, segments_of
 from lightning_axosparse.sparse.kernels.vectors import (
     add_dots,
     broadcast,
@@ -36,7 +36,7 @@ from lightning_axosparse.sparse.kernels.vectors import (
 
 
 class Taps(NamedTuple):
-    """The kept entries of some rows, in flat arrays.
+    """The unpruned entries of some rows, in flat arrays.
 
     Attributes:
         places: where the plane of each begins in the source, int32.
@@ -51,13 +51,13 @@ class Taps(NamedTuple):
 
 @compiled
 def places(weight: Weight, columns: Any, group: tuple[int, int], places: Any, begins: Any) -> None:
-    """Write the places of all kept entries in the inputs."""
+    """Write the places of all unpruned entries in the inputs."""
     entry = 0
     for row in range(weight.height):
         begins[row] = entry
         first = row // group[0] * group[1]
         for segment in range(segments_of(weight)):
-            end = entry + kept_in(weight, row, segment)
+            end = entry + nnz_in(weight, row, segment)
             for k in range(entry, end):
                 places[k] = first + item(columns, segment * SEGMENT + item(weight.offsets, k))
             entry = end
@@ -72,7 +72,7 @@ def transposed_places(
     rows: tuple[int, int],
     transposed: Taps,
 ) -> None:
-    """Write the kept entries plane after plane of the inputs, and their places in the outputs.
+    """Write the unpruned entries plane after plane of the inputs, and their places in the outputs.
 
     ``columns`` are the plane of each column of the weight and its shift; ``rows`` are the numbers
     of an output plane, and the place of its first number.
@@ -84,7 +84,7 @@ def transposed_places(
         for row in range(weight.height):
             first = row // group[0] * group[1]
             for segment in range(segments_of(weight)):
-                end = entry + kept_in(weight, row, segment)
+                end = entry + nnz_in(weight, row, segment)
                 for k in range(entry, end):
                     column = segment * SEGMENT + item(weight.offsets, k)
                     plane = first + item(columns[0], column)
@@ -94,7 +94,7 @@ def transposed_places(
                         transposed.values[at] = item(weight.values, k)
                     begins[plane] += 1
                 entry = end
-        # The numbers of entries become their first ones, and these, when all are written, the next.
+        # Counts become the first entry of each plane; writing has moved it to the next plane's.
         last = np.int64(0)
         for plane in range(len(begins)):
             number = begins[plane]
@@ -108,7 +108,7 @@ def convolve(
 ) -> None:
     """Compute ``positions`` numbers, a multiple of 16, of each row's plane in the target.
 
-    They are the sums of its kept values times the source; a plane has ``stride`` numbers.
+    They are the sums of its values times the source; a plane has ``stride`` numbers.
     """
     position = 0
     while position < positions:
@@ -144,7 +144,7 @@ def _convolve(
 def correlate(
     source: Any, taps: Taps, rows: Span, gradient: tuple[Any, int, int], positions: int
 ) -> None:
-    """Add to the value of each kept entry of some rows its numbers' products with the gradient.
+    """Add the products with the gradient to the value of each unpruned entry of some rows.
 
     ``gradient`` is that of the outputs, the numbers of its planes, and where the first one begins;
     ``positions`` is a multiple of 16.

@@ -1,25 +1,24 @@
-"""Multiplies by kept values on a CPU, in compiled code that reads them and their index once.
+"""Multiplies by unpruned values on a CPU, in compiled code that reads them and their index once.
 
 A product with a weight that is stored in segments (``formats.py``) runs over groups of tokens. The
-numbers of one feature, for all tokens of a group, lie side by side and are one vector, so each kept
+numbers of one feature, for all tokens of a group, lie side by side and are one vector, so each
 value is multiplied with a vector of consecutive numbers, whatever the pattern. 64 rows of the
 weight are multiplied with one segment of columns before the next, so that the features of a segment
-stay in the first cache. The kept entries of the next 64 rows are prefetched meanwhile.
+stay in the first cache. The values of the next 64 rows are prefetched meanwhile.
 
 Sums run over columns in ascending order: a token's result depends neither on the tokens beside it
 nor on the number of threads.
 
-A single token takes as long as its weight is read, and has functions of its own. With the
-transposed weight the lanes of a vector are kept entries, not tokens. Where the processor has
-AVX-512, the numbers of a segment of the token lie in registers, and those that a row's kept values
-multiply are found there (:func:`by_segments`). Elsewhere they are loaded one by one
-(:func:`by_columns`). The two add in different orders. With the weight as it is stored, kept values
-are multiplied one by one (:func:`one_token_spmm`): each changes another output. That gives the bits
-of :func:`spmm`.
+A single token has functions of its own, whose time is that of reading the weight. With the
+transposed weight the lanes of a vector are values, not tokens. Where the processor has AVX-512, the
+inputs of a segment lie in registers, and an instruction permutes them to the order of a row's
+values (:func:`by_segments`). Elsewhere they are loaded one by one (:func:`by_columns`). The two add
+in different orders. With the weight as it is stored, values are multiplied one by one
+(:func:`one_token_spmm`): each changes another output. That gives the bits of :func:`spmm`.
 
 The functions take flat float32 arrays, and check nothing. ``rows`` are those of the weight with
-which to compute, ``start`` the kept entries before these, ``bias`` has one number for each output
-or none, and ``packed`` is memory for ``LANES * (width + ROWS)`` numbers.
+which to compute, ``start`` the number of values before these, ``bias`` has one number for each
+output or none, and ``packed`` is memory for ``LANES * (width + ROWS)`` numbers.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ import numpy as np
 from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT, Span, Weight
 from lightning_axosparse.sparse.kernels.vectors import (
     AT_ONCE,
-    FINDS,
+    HAS_AVX512,
     REGISTER,
     add_dots,
-    add_found_products,
-    add_sparse_products,
+    add_products_from_memory,
+    add_products_from_registers,
     broadcast,
     compiled,
     item,
@@ -96,14 +95,14 @@ def _spmm_t(
     _pack(inputs, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
         number = min(ROWS, rows[1] - top)
-        ahead = start = _begin(weight, top, number, start, entries)
+        ahead = start = _first_entries(weight, top, number, start, entries)
         for row in range(number):
             store(broadcast(zero, bias[top + row] if len(bias) else 0.0), sums, row * lanes)
         for segment in range(segments_of(weight)):
             features = segment * SEGMENT
             for row in range(number):
                 entry = item(entries, row)
-                end = entry + kept_in(weight, top + row, segment)
+                end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
                 _prefetch_entries(weight, ahead)
                 ahead += end - entry
@@ -144,13 +143,13 @@ def _spmm(
     start = 0
     for top in range(0, height, ROWS):
         number = min(ROWS, height - top)
-        ahead = start = _begin(weight, top, number, start, entries)
+        ahead = start = _first_entries(weight, top, number, start, entries)
         _pack(inputs, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments_of(weight)):
             features = segment * SEGMENT
             for row in range(number):
                 entry = item(entries, row)
-                end = entry + kept_in(weight, top + row, segment)
+                end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
                 _prefetch_entries(weight, ahead)
                 ahead += end - entry
@@ -168,7 +167,7 @@ def _spmm(
 def sddmm(
     left: Any, right: Any, tokens: int, weight: Weight, rows: Span, start: int, packed: Any
 ) -> None:
-    """Add the kept entries of some rows of ``left.t() @ right`` to the values of ``weight``."""
+    """Add the unpruned entries of some rows of ``left.t() @ right`` to the values of ``weight``."""
     token = 0
     while token < tokens:
         part = (left, right, (token, tokens), weight, rows, start, packed)
@@ -198,13 +197,13 @@ def _sddmm(
     _pack(right, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
         number = min(ROWS, rows[1] - top)
-        start = _begin(weight, top, number, start, entries)
+        start = _first_entries(weight, top, number, start, entries)
         _pack(left, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments_of(weight)):
             features = segment * SEGMENT
             for row in range(number):
                 entry = item(entries, row)
-                end = entry + kept_in(weight, top + row, segment)
+                end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
                 factor = load(zero, factors, row * lanes)
                 _add_dots(products, (entry, end), factor, packed, (weight.offsets, features))
@@ -213,10 +212,10 @@ def _sddmm(
 
 @compiled
 def _add_dots(products: Any, entries: Span, factor: Any, packed: Any, offsets: Any) -> None:
-    """Add the dot products of a row's vector with the features of some kept entries.
+    """Add the dot products of a row's vector with the features of some unpruned entries.
 
-    Four at a time share the instructions that add a vector's own numbers. ``offsets`` are those of
-    the kept entries, and the feature from which they count.
+    Four at a time share the instructions that add a vector's own numbers. ``offsets`` are the
+    array of offsets, and the feature from which they count.
     """
     lanes, (array, first) = lanes_of(factor), offsets
     k, end = entries
@@ -239,25 +238,25 @@ def segments_of(weight: Weight) -> int:
 
 
 @compiled
-def kept_in(weight: Weight, row: int, segment: int) -> int:
-    """Return the number of kept entries in a segment of a row."""
-    kept: int = item(weight.counts, row * segments_of(weight) + segment)
-    return kept
+def nnz_in(weight: Weight, row: int, segment: int) -> int:
+    """Return the number of unpruned entries in a segment of a row."""
+    nnz: int = item(weight.counts, row * segments_of(weight) + segment)
+    return nnz
 
 
 @compiled
-def _begin(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int:
-    """Write the first kept entry of each of some rows; return the first one after them."""
+def _first_entries(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int:
+    """Write the first unpruned entry of each of some rows; return the first one after them."""
     for row in range(rows):
         entries[row] = start
         for segment in range(segments_of(weight)):
-            start += kept_in(weight, top + row, segment)
+            start += nnz_in(weight, top + row, segment)
     return start
 
 
 @compiled
 def _prefetch_entries(weight: Weight, entry: int) -> None:
-    """Prefetch a row's entries of a segment: the processor does not foresee where they are."""
+    """Prefetch a row's values of a segment: the processor does not foresee where they are."""
     prefetch(weight.values, entry)
     prefetch(weight.values, entry + 16)
     prefetch(weight.offsets, entry)
@@ -281,7 +280,7 @@ def _pack(
 def _transpose(
     source: Any, at: int, stride: int, rows: int, columns: int, target: Any, to: int, step: int
 ) -> None:
-    """Write the transposed of a matrix, whose rows are so far apart, to rows that are ``step``."""
+    """Transpose a matrix whose rows are ``stride`` apart to rows that are ``step`` apart."""
     whole_rows, whole_columns = rows // REGISTER * REGISTER, columns // REGISTER * REGISTER
     for row in range(0, whole_rows, REGISTER):
         line, place = at + row * stride, to + row
@@ -299,8 +298,7 @@ def _transpose(
 _ROWS_OF_ONE_TOKEN = 16
 """Rows that are multiplied with one segment before the next.
 
-Their kept entries lie one after another, and are in the first cache when the next segment is
-multiplied.
+Their values lie one after another, and are in the first cache when the next segment is multiplied.
 """
 
 
@@ -318,7 +316,7 @@ def by_segments(
     sums = np.empty(_ROWS_OF_ONE_TOKEN * 16, np.float32)
     for top in range(rows[0], rows[1], _ROWS_OF_ONE_TOKEN):
         number = min(_ROWS_OF_ONE_TOKEN, rows[1] - top)
-        ahead = start = _begin(weight, top, number, start, entries)
+        ahead = start = _first_entries(weight, top, number, start, entries)
         for row in range(number):
             store(zeros(16), sums, row * 16)
         for segment in range(segments_of(weight)):
@@ -329,7 +327,7 @@ def by_segments(
                 features = load(zeros(SEGMENT), last, 0)
             for row in range(number):
                 entry = item(entries, row)
-                end = entry + kept_in(weight, top + row, segment)
+                end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
                 if end + AT_ONCE > len(values):
                     for k in range(entry, end):
@@ -342,8 +340,10 @@ def by_segments(
                 for k in range(entry, end, AT_ONCE):
                     _prefetch_entries(weight, ahead)
                     ahead += min(AT_ONCE, end - k)
-                    total = add_found_products(total, features, values, offsets, k, end - k)
-                    total = add_found_products(
+                    total = add_products_from_registers(
+                        total, features, values, offsets, k, end - k
+                    )
+                    total = add_products_from_registers(
                         total, features, values, offsets, k + 16, end - k - 16
                     )
                 store(total, sums, row * 16)
@@ -356,19 +356,19 @@ def by_segments(
 def by_columns(
     inputs: Any, weight: Weight, rows: Span, start: int, bias: Any, outputs: Any
 ) -> None:
-    """Compute what :func:`by_segments` does, on other processors."""
+    """Compute the numbers of :func:`by_segments` on other processors."""
     values = weight.values
     columns = np.empty(weight.width + AT_ONCE, np.int32)
     for row in range(rows[0], rows[1]):
-        kept = _columns(weight, row, start, columns)
-        lanes, whole = zeros(8), kept // 8 * 8
+        nnz = _columns(weight, row, start, columns)
+        lanes, whole = zeros(8), nnz // 8 * 8
         for k in range(0, whole, 8):
-            lanes = add_sparse_products(lanes, values, start + k, inputs, columns, k)
+            lanes = add_products_from_memory(lanes, values, start + k, inputs, columns, k)
         total = total_of(lanes) + (bias[row] if len(bias) else np.float32(0))
-        for k in range(whole, kept):
+        for k in range(whole, nnz):
             total += item(values, start + k) * item(inputs, np.intp(item(columns, k)))
         outputs[row] = total
-        start += kept
+        start += nnz
 
 
 @compiled
@@ -380,7 +380,7 @@ def one_token_spmm(inputs: Any, weight: Weight, bias: Any, outputs: Any) -> None
     for row in range(len(inputs)):
         factor = broadcast(one, item(inputs, row))
         for segment in range(segments_of(weight)):
-            end = entry + kept_in(weight, row, segment)
+            end = entry + nnz_in(weight, row, segment)
             for k in range(entry, end):
                 column = segment * SEGMENT + item(weight.offsets, k)
                 total = load(one, outputs, column)
@@ -391,23 +391,23 @@ def one_token_spmm(inputs: Any, weight: Weight, bias: Any, outputs: Any) -> None
 
 @compiled
 def _columns(weight: Weight, row: int, start: int, columns: Any) -> int:
-    """Write the columns of a row's kept entries; return their number.
+    """Write the columns of a row's unpruned entries; return their number.
 
     Most segments have fewer entries than are written at once. So no branch depends on how many, and
     the next segment's columns are written over those of entries that do not belong to this one.
     """
-    kept, offsets = 0, weight.offsets
+    nnz, offsets = 0, weight.offsets
     for segment in range(segments_of(weight)):
-        number = np.intp(kept_in(weight, row, segment))
-        for k in range(kept, kept + number, AT_ONCE):
+        number = np.intp(nnz_in(weight, row, segment))
+        for k in range(nnz, nnz + number, AT_ONCE):
             if start + k + AT_ONCE <= len(offsets):
                 store_columns(offsets, start + k, segment * SEGMENT, columns, k)
             else:
-                for last in range(k, kept + number):
+                for last in range(k, nnz + number):
                     columns[last] = segment * SEGMENT + item(offsets, start + last)
-        kept += number
-    return kept
+        nnz += number
+    return nnz
 
 
-one_token_spmm_t = by_segments if FINDS else by_columns
-"""Compute some numbers of ``weight @ inputs + bias`` as this processor does it best."""
+one_token_spmm_t = by_segments if HAS_AVX512 else by_columns
+"""Compute some numbers of ``weight @ inputs + bias`` in the way that is fastest here."""

@@ -16,21 +16,21 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 Rows = tuple[Tensor, Tensor, Tensor, int, int]
-"""The kept entries of a matrix of which each row has segments of its own.
+"""The layout of a matrix of which each row has segments of its own.
 
-Kept entries in each segment, row after row; the offset of each in its segment; kept entries before
-each block; rows of a block; columns of the matrix.
+Unpruned entries in each segment, row after row; the offset of each in its segment; unpruned
+entries before each block; rows of a block; columns of the matrix.
 """
 
 
 def densify(counts: Tensor, offsets: Tensor, line: int, values: Tensor, out: Tensor) -> None:
-    """Fill the flat tile ``out`` with ``values`` where an entry is kept and zeros elsewhere.
+    """Fill the flat tile ``out`` with ``values`` at the unpruned entries, and zeros.
 
     Args:
-        counts: kept entries in each segment, int16.
-        offsets: the offset of each kept entry in its segment, uint8.
+        counts: unpruned entries in each segment, int16.
+        offsets: the offset of each unpruned entry in its segment, uint8.
         line: entries of a line, which is cut into segments.
-        values: the kept entries, of any dtype.
+        values: the unpruned values, of any dtype.
         out: the tile, of any dtype.
     """
     out.zero_()
@@ -39,7 +39,7 @@ def densify(counts: Tensor, offsets: Tensor, line: int, values: Tensor, out: Ten
 
 
 def compress(counts: Tensor, offsets: Tensor, line: int, dense: Tensor, out: Tensor) -> None:
-    """Copy the kept entries of the flat tile ``dense`` to ``out``; arguments as above."""
+    """Copy the unpruned entries of the flat tile ``dense`` to ``out``; arguments as above."""
     read = out if out.dtype == dense.dtype else dense.new_empty(len(out))
     _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense), _numpy(read))
     if read is not out:
@@ -51,8 +51,8 @@ def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
 
     Args:
         numbers: which rows, shape ``(n,)``, integers.
-        values: the kept values of the matrix.
-        rows: its kept entries.
+        values: the unpruned values of the matrix.
+        rows: its layout.
 
     Returns:
         A tensor of shape ``(n, columns)``.
@@ -63,12 +63,12 @@ def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
 
 
 def add_rows(numbers: Tensor, dense: Tensor, rows: Rows, padding: int | None = None) -> Tensor:
-    """Add dense rows to some rows of a zero matrix, and return the kept entries of the sums.
+    """Add dense rows to some rows of a zero matrix, and return the unpruned entries of the sums.
 
     Args:
         numbers: which rows to add to, shape ``(n,)``, integers.
         dense: the rows, shape ``(n, columns)``, floating.
-        rows: the kept entries of the matrix.
+        rows: the layout of the matrix.
         padding: a row to which nothing is added.
     """
     if padding is not None:

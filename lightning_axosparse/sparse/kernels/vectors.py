@@ -22,14 +22,14 @@ from numba.extending import intrinsic, models, register_model
 _FLOAT = ir.FloatType()
 _INDEX = ir.IntType(32)
 
-FINDS = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-"""Whether this processor has what :func:`add_found_products` needs."""
+HAS_AVX512 = "+avx512f" in cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+"""Whether this processor has the instructions of :func:`add_products_from_registers`."""
 
-REGISTER = 16 if FINDS else 8
+REGISTER = 16 if HAS_AVX512 else 8
 """float32 numbers in a vector register of this processor, or fewer."""
 
 AT_ONCE = 32
-"""Kept entries of which :func:`store_columns` writes the columns."""
+"""Unpruned entries of which :func:`store_columns` writes the columns."""
 
 
 class Vector(types.Type):
@@ -74,7 +74,7 @@ def lanes_of(_: Any, vector: Any) -> Any:
 
 @intrinsic
 def load(_: Any, like: Any, array: Any, offset: Any) -> Any:
-    """Return the numbers of the flat ``array`` from ``offset`` on, as many as ``like`` has."""
+    """Return a vector like ``like`` of the numbers in the flat ``array`` from ``offset`` on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, array, offset = args
@@ -162,11 +162,11 @@ def add_dots(_: Any, sums: Any, at: Any, factor: Any, features: Any, places: Any
 
 @intrinsic
 def store_columns(_: Any, offsets: Any, entry: Any, first: Any, columns: Any, at: Any) -> Any:
-    """Write the columns of ``AT_ONCE`` kept entries.
+    """Write the columns of ``AT_ONCE`` unpruned entries.
 
     Args:
         offsets: the flat array of uint8 offsets.
-        entry: the first kept entry.
+        entry: the first unpruned entry.
         first: the column from which the offsets count.
         columns: the flat array to write, int32.
         at: where in it to write.
@@ -188,53 +188,53 @@ def store_columns(_: Any, offsets: Any, entry: Any, first: Any, columns: Any, at
 
 
 @intrinsic
-def add_sparse_products(
+def add_products_from_memory(
     _: Any, total: Any, values: Any, entry: Any, inputs: Any, columns: Any, at: Any
 ) -> Any:
-    """Add the products of kept values, as many as there are lanes, to the lanes of ``total``.
+    """Add products with inputs in memory to the lanes of ``total``, one value for each lane.
 
     The processor's gather instructions, and loads with a mask, took twice as long.
 
     Args:
         total: a vector.
-        values: the flat array of kept values.
+        values: the flat array of unpruned values.
         entry: the first of them.
         inputs: the flat array of the other factors.
         columns: the flat array of their places in ``inputs``, int32.
-        at: that of the first kept value in ``columns``.
+        at: that of the first unpruned value in ``columns``.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         total, values, entry, inputs, columns, at = args
         kinds = signature.args
         factors = _load(builder, total.type, _pointer(context, builder, kinds[1], values, entry))
-        found = ir.Constant(total.type, ir.Undefined)
+        loaded = ir.Constant(total.type, ir.Undefined)
         for lane in range(total.type.count):
             there = builder.add(at, ir.Constant(at.type, lane))
             column = builder.load(_pointer(context, builder, kinds[4], columns, there))
             place = builder.sext(column, at.type)
             number = builder.load(_pointer(context, builder, kinds[3], inputs, place))
-            found = builder.insert_element(found, number, ir.Constant(_INDEX, lane))
-        return _fma(builder, factors, found, total)
+            loaded = builder.insert_element(loaded, number, ir.Constant(_INDEX, lane))
+        return _fma(builder, factors, loaded, total)
 
     place = types.intp
     return total(total, values, place, inputs, columns, place), generate
 
 
 @intrinsic
-def add_found_products(
+def add_products_from_registers(
     _: Any, total: Any, segment: Any, values: Any, offsets: Any, entry: Any, number: Any
 ) -> Any:
-    """Add the products of kept values and the numbers of a segment at their offsets to ``total``.
+    """Add products with inputs in registers, those of a segment, to the lanes of ``total``.
 
-    The segment stays in registers, where AVX-512 finds 16 numbers at once (``FINDS``).
+    AVX-512 permutes 16 of them at once (``HAS_AVX512``).
 
     Args:
         total: a vector of 16 numbers.
         segment: a vector of 256 numbers.
-        values: the flat array of kept values.
+        values: the flat array of unpruned values.
         offsets: the flat array of their offsets in the segment, uint8.
-        entry: the first kept value; it and the next 15 are read, from both arrays.
+        entry: the first unpruned value; it and the next 15 are read, from both arrays.
         number: how many of them are multiplied; all, if more than 16.
     """
 
@@ -243,11 +243,11 @@ def add_found_products(
         kinds, integers = signature.args, ir.VectorType(_INDEX, REGISTER)
         pointer = _pointer(context, builder, kinds[3], offsets, entry)
         places = builder.zext(_load(builder, _bytes(REGISTER), pointer), integers)
-        found = _found(builder, segment, places)
+        inputs = _permute(builder, segment, places)
         pointer = _pointer(context, builder, kinds[2], values, entry)
         factors = _load(builder, total.type, pointer)
         chosen = _first(builder, builder.trunc(number, _INDEX), REGISTER)
-        return builder.select(chosen, _fma(builder, factors, found, total), total)
+        return builder.select(chosen, _fma(builder, factors, inputs, total), total)
 
     place = types.intp
     return total(total, segment, values, offsets, place, place), generate
@@ -255,7 +255,7 @@ def add_found_products(
 
 @intrinsic
 def prefetch(_: Any, array: Any, offset: Any) -> Any:
-    """Let the processor read what is at ``offset`` of the flat ``array``, if it is in there."""
+    """Prefetch the cache line at ``offset`` of the flat ``array``; it may lie outside."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, signature.args[0], *args)
@@ -311,28 +311,28 @@ def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, s
     return types.void(source, place, place, target, place, place), generate
 
 
-def _found(builder: Any, table: Any, places: Any) -> Any:
+def _permute(builder: Any, table: Any, places: Any) -> Any:
     """Return the numbers at ``places`` of a vector of 256 numbers.
 
-    An instruction finds them among 32, and the upper bits of a place choose one of eight results.
+    An instruction selects them among 32, and the upper bits of a place choose one of eight results.
     """
     numbers, integers = ir.VectorType(_FLOAT, REGISTER), places.type
     kind = ir.FunctionType(numbers, [numbers, integers, numbers])
     name = "llvm.x86.avx512.vpermi2var.ps.512"
-    find = cgutils.get_or_insert_function(builder.module, kind, name)
+    permute = cgutils.get_or_insert_function(builder.module, kind, name)
     lanes = range(0, table.type.count, REGISTER)
     parts = [_shuffle(builder, table, table, list(range(i, i + REGISTER))) for i in lanes]
-    found = [
-        builder.call(find, [low, places, high])
+    results = [
+        builder.call(permute, [low, places, high])
         for low, high in zip(parts[::2], parts[1::2], strict=True)
     ]
     bit = 2 * REGISTER
-    while len(found) > 1:
-        wanted = builder.and_(places, ir.Constant(integers, [bit] * REGISTER))
-        upper = builder.icmp_unsigned("!=", wanted, ir.Constant(integers, None))
-        pairs = zip(found[::2], found[1::2], strict=True)
-        found, bit = [builder.select(upper, high, low) for low, high in pairs], 2 * bit
-    return found[0]
+    while len(results) > 1:
+        masked = builder.and_(places, ir.Constant(integers, [bit] * REGISTER))
+        upper = builder.icmp_unsigned("!=", masked, ir.Constant(integers, None))
+        pairs = zip(results[::2], results[1::2], strict=True)
+        results, bit = [builder.select(upper, high, low) for low, high in pairs], 2 * bit
+    return results[0]
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
@@ -394,36 +394,37 @@ def _bytes(number: int) -> ir.VectorType:
 def _sums(builder: Any, vectors: list[Any]) -> Any:
     """Return the sums of 1, 2 or 4 vectors' numbers side by side.
 
-    The halves of a vector are added, and of the result's, until one number is left. Two vectors are
-    one after their first halving, so that no lanes are idle, and the order is the same for all.
+    The halves of a vector are added, then those of the result, until one number is left. Two
+    vectors share one after their first halving, so that no lanes are idle; the order is the same
+    for all.
     """
-    each = 1
+    sums = 1
     while len(vectors) > 1:
         half = len(vectors) // 2
         pairs = zip(vectors[:half], vectors[half:], strict=True)
-        vectors, each = [_halved(builder, pair, each) for pair in pairs], 2 * each
+        vectors, sums = [_halved(builder, pair, sums) for pair in pairs], 2 * sums
     (summed,) = vectors
-    while summed.type.count > each:
-        summed = _halved(builder, (summed,), each)
+    while summed.type.count > sums:
+        summed = _halved(builder, (summed,), sums)
     return summed
 
 
-def _halved(builder: Any, vectors: tuple[Any, ...], each: int) -> Any:
+def _halved(builder: Any, vectors: tuple[Any, ...], sums: int) -> Any:
     """Add the upper half of the numbers that belong to a sum to their lower half.
 
-    ``each`` is the number of sums of which a vector has numbers. Those of the first and of the last
+    ``sums`` is the number of sums of which a vector has numbers. Those of the first and of the last
     vector alternate in the result.
     """
     lanes = vectors[0].type.count
-    size = lanes // each
+    size = lanes // sums
     lower = [
-        vector * lanes + one * size + lane
-        for one in range(each)
+        vector * lanes + index * size + lane
+        for index in range(sums)
         for vector in range(len(vectors))
         for lane in range(size // 2)
     ]
     upper = [lane + size // 2 for lane in lower]
-    parts = (_shuffle(builder, vectors[0], vectors[-1], chosen) for chosen in (lower, upper))
+    parts = (_shuffle(builder, vectors[0], vectors[-1], half) for half in (lower, upper))
     return builder.fadd(*parts)
 
 
@@ -435,27 +436,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Compile a loop for the types that it is called with; numba keeps it in a file."""
+    """Compile a loop for the types that it is called with; numba caches it in a file."""
     loop: F = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     return loop
 
 
-def compilation_said() -> AbstractContextManager[Any]:
-    """Say once in the context that loops are compiled, if numba does not find them in its files."""
-    listener: Any = _Said()
+def announced_compilation() -> AbstractContextManager[Any]:
+    """Announce once in the context that loops are compiled, if they are not in numba's cache."""
+    listener: Any = _Announcer()
     context: AbstractContextManager[Any] = event.install_listener("numba:compile", listener)
     return context
 
 
-class _Said(event.Listener):
-    """Says at the first compilation that there is one."""
+class _Announcer(event.Listener):
+    """Announces the first compilation."""
 
-    said = False
+    announced = False
 
     def on_start(self, event: Any) -> None:
-        if not self.said:
+        if not self.announced:
             rank_zero_info("Compiling loops for sparse weights: only the first time on a machine.")
-        self.said = True
+        self.announced = True
 
     def on_end(self, event: Any) -> None:
-        """Say nothing."""
+        """Do nothing."""

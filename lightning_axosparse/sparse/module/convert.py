@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.backend import COMPUTES, Backend, Compute
-from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.cpu import products as sparse_products
 from lightning_axosparse.sparse.module.optimizer_state import (
     compress_state,
     expand_state,
@@ -23,7 +23,7 @@ from lightning_axosparse.sparse.module.parameters import (
     owned_parameters,
     set_values,
     sparse_parameters,
-    validate_made,
+    validate_not_deferred,
 )
 from lightning_axosparse.sparse.module.sparse_module import (
     forget_layout,
@@ -33,7 +33,7 @@ from lightning_axosparse.sparse.module.sparse_module import (
 from lightning_axosparse.sparse.ops import convolution, embedding
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
-from lightning_axosparse.sparse.store.materialize import POLICIES, DenseForm, Policy, master_dtype
+from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
     MASKS,
@@ -54,7 +54,6 @@ from lightning_axosparse.support.troubleshooting import see
     masks=MASKS,
     optimizer=OPTIMIZER | NONE,
     index_format=one_of(*FORMATS) | NONE,
-    policy=one_of(*POLICIES),
     compute=one_of(*COMPUTES),
 )
 def sparsify(
@@ -62,54 +61,45 @@ def sparsify(
     masks: Mapping[str, Tensor],
     optimizer: Optimizer | None = None,
     index_format: str | None = None,
-    policy: Policy = "sparse",
     compute: Compute = "auto",
 ) -> None:
-    """Store only the kept values of the named parameters of ``module``, in place.
+    """Store only the unpruned values of the named parameters of ``module``, in place.
 
     The parameter objects, their names and the optimizer's parameter groups stay the same. A pruned
-    parameter becomes the 1-D vector of its kept values, so its gradient and its optimizer state
+    parameter becomes the 1-D vector of its unpruned values, so its gradient and its optimizer state
     shrink with it. ``module.weight`` still reads as a tensor of the dense shape. State dicts stay
-    dense; they are copies, made at each call: to change the values, use ``load_state_dict``, the
-    parameters or ``module.weight``. The method follows SAMO (Singh & Bhatele, IPDPS 2023) and
-    stores the weight itself sparse as well.
+    dense; each call copies them: to change the values, use ``load_state_dict``, the parameters or
+    ``module.weight``. The method follows SAMO (Singh & Bhatele, IPDPS 2023) and stores the weight
+    itself sparse as well.
 
     Args:
         module: the model, or any part of it. If it is wrapped in ``DistributedDataParallel``, pass
-            the wrapper, which then reduces only the kept entries.
-        masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the
-            parameter's shape, True where an entry is kept. A tied parameter may be given under
-            any of its names. Of a parameter that is stored sparse already, the mask may keep fewer
-            of the kept entries, as a ratio that rises does.
+            the wrapper, which then reduces only the unpruned entries.
+        masks: parameter name, as in ``module.named_parameters()`` -> bool tensor of the parameter's
+            shape, False where an entry is pruned. A tied parameter may be given under any of its
+            names. The mask of a parameter that is stored sparse already may prune more of its
+            entries, as a ratio that rises does.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
-        index_format: how the positions of kept entries are stored: "segments" or "bitmap"
+        index_format: how the positions of unpruned entries are stored: "segments" or "bitmap"
             (``sparse/store/formats.py``); None selects the fastest on the parameter's device.
-        policy: "sparse": no dense weight stays in memory (see ``compute``); "samo": it stays in
-            memory, in the dtype that products run in, and is filled once per optimizer step. With
-            both, the kept values of a weight of less than 32 bits are float32.
-        compute: how linear layers and, in float32, convolutions run on CPU, with the policy
-            "sparse" and the index format "segments": "sparse": with the kept values; "dense": with
-            a dense weight, made in parts at every use; "auto": as is faster for the share of
-            weights that is kept and, in 16 bits, on this processor (``sparse/cpu/products.py``,
-            ``sparse/ops/convolution.py``). Sums run in another order than in dense products, so
-            results differ in their last bits. In 16 bits products with the kept values run in
-            float32, and are rounded.
+        compute: how linear layers and, in float32, convolutions run. On CPU, with the index format
+            "segments": "sparse": with the unpruned values; "dense": with a dense weight,
+            materialized in parts at every use; "auto": as is faster for the density and, in 16
+            bits, on this processor (``sparse/cpu/products.py``, ``sparse/ops/convolution.py``).
+            Everywhere "samo": with a dense copy that stays in memory, in the dtype that products
+            run in, and is filled once per optimizer step. Sums run in another order than in dense
+            products, so results differ in their last bits. In 16 bits products with the unpruned
+            values run in float32, and are rounded. The unpruned values of a weight of less than 32
+            bits are float32.
 
     Raises:
-        ValueError: for an argument of another type, ``compute="sparse"`` with the policy "samo",
-            a policy, an index format, name, shape or
-            dtype that does not fit, a parameter or a mask on the meta device, a mask that keeps
-            what is pruned already, and optimizer state that is not elementwise. Nothing has changed
-            then.
+        ValueError: for an argument of another type, an index format, name, shape or dtype that does
+            not fit, a parameter or a mask on the meta device, a mask that keeps entries that are
+            pruned already, and optimizer state that is not elementwise. Nothing has changed then.
         MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
             of its entries. Nothing has changed then, either.
     """
-    if compute == "sparse" and policy == "samo":
-        raise ValueError(
-            'policy="samo" keeps a dense copy of each weight for its products; got '
-            'compute="sparse". Choose policy="sparse", or compute="auto".' + see("sparse-storage")
-        )
     owned = owned_parameters(module)
     by_name = {name: entry for entry in owned for name in entry.names}
     layouts: dict[int, tuple[OwnedParameter, Layout]] = {}
@@ -134,11 +124,11 @@ def sparsify(
         validate_elementwise_optimizers(optimizer)
     for entry, layout in layouts.values():
         if entry.layout is None:
-            _to_values(entry, layout, optimizer)
+            _to_sparse(entry, layout, optimizer)
         elif entry.layout.nnz > layout.nnz:
-            _to_fewer(entry, layout, optimizer)
+            _prune_further(entry, layout, optimizer)
         assert entry.form is not None
-        entry.form.policy, entry.form.backend = policy, Backend(compute)
+        entry.form.compute_by(Backend(compute))
     renew_reducers(module)
     load_loops_of(module)
     release_freed_memory()
@@ -177,7 +167,7 @@ def _checked_layout(
             f"The mask of '{name}' has shape {tuple(mask.shape)}, the parameter {tuple(shape)}."
             + see("sparse-storage")
         )
-    validate_made(name, parameter)
+    validate_not_deferred(name, parameter)
     if parameter.is_meta:
         raise ValueError(
             f"'{name}' is on the meta device: this process does not hold its values."
@@ -197,12 +187,13 @@ def _checked_layout(
     return layout
 
 
-def _to_values(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
+def _to_sparse(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
     parameter, gradient = entry.parameter, entry.parameter.grad
     form = DenseForm(parameter.dtype)
     master = master_dtype(parameter.dtype)
-    kept = None if gradient is None else compress_gradient(gradient, layout).to(master)
-    set_values(parameter, layout.compress(parameter.detach()).to(master), kept)
+    if gradient is not None:
+        gradient = compress_gradient(gradient, layout).to(master)
+    set_values(parameter, layout.compress(parameter.detach()).to(master), gradient)
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         state.update(compress_state(state, layout, master))
@@ -210,21 +201,21 @@ def _to_values(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | Non
         make_sparse(owner, attribute, layout, form)
 
 
-def _to_fewer(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
-    """Keep fewer of the entries that are kept."""
+def _prune_further(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
+    """Prune more entries of a parameter that is stored sparse."""
     parameter, gradient = entry.parameter, entry.parameter.grad
     assert entry.stored is not None
     before, form = entry.stored
-    kept = before.compress(layout.mask())
+    mask = before.compress(layout.mask())
 
-    def of_kept(values: Any) -> Any:
-        is_elementwise = isinstance(values, Tensor) and values.shape == kept.shape
-        return values[kept.to(values.device)] if is_elementwise else values
+    def select(values: Any) -> Any:
+        is_elementwise = isinstance(values, Tensor) and values.shape == mask.shape
+        return values[mask.to(values.device)] if is_elementwise else values
 
-    set_values(parameter, of_kept(parameter.detach()), of_kept(gradient))
+    set_values(parameter, select(parameter.detach()), select(gradient))
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
-        state.update({key: of_kept(value) for key, value in state.items()})
+        state.update({key: select(value) for key, value in state.items()})
     for owner, attribute in entry.owners:
         make_sparse(owner, attribute, layout, DenseForm(form.dtype))
 
@@ -250,17 +241,17 @@ def renew_reducers(module: nn.Module) -> None:
 
 
 def load_loops_of(module: nn.Module) -> None:
-    """Load the compiled loops by which layers of ``module`` will multiply, convolve and look up.
+    """Load the compiled loops with which layers of ``module`` will multiply, convolve and look up.
 
-    The compiler, which reads them, is not needed again then.
+    The compiler is freed after that: it is not needed again.
     """
     needed = {load for entry in sparse_parameters(module).values() for load in _loops_of(entry)}
     if not needed:
         return
-    # numba takes a second to import, and only who multiplies on kept values needs it.
-    from lightning_axosparse.sparse.kernels.vectors import compilation_said
+    # numba takes a second to import, and only products on unpruned values need it.
+    from lightning_axosparse.sparse.kernels.vectors import announced_compilation
 
-    with compilation_said():
+    with announced_compilation():
         for load in needed:
             load()
     release_library("libllvmlite")
@@ -270,18 +261,18 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
     """Yield the functions that load the loops that a sparse parameter needs."""
     assert entry.stored is not None
     layout, form = entry.stored
-    if form.policy == "samo":
+    if form.copy is not None:
         return
     choice = form.backend, entry.parameter.new_empty(0, dtype=form.dtype)
     owners = [owner for owner, _ in entry.owners]
     if any(isinstance(owner, nn.Conv1d | nn.Conv2d) for owner in owners):
-        if convolution.chosen(layout, *choice):
+        if convolution.should_run(layout, *choice):
             yield convolution.load_loops
     elif len(layout.shape) == 2 or is_stack(layout.shape):
-        # At any share of kept entries: a pruning ratio may rise, and the first rank says what all
-        # ranks wait for only if it compiles, too.
-        if kept_products.chosen(layout, "one_token", *choice):
-            yield kept_products.load_loops
-        looked_up = any(isinstance(owner, nn.Embedding) for owner in owners)
-        if looked_up and embedding.found_by_row(layout):
+        # At any density: a pruning ratio may rise, and the first rank announces the compilation
+        # that all ranks wait for only if it compiles, too.
+        if sparse_products.should_run(layout, "one_token", *choice):
+            yield sparse_products.load_loops
+        is_embedding = any(isinstance(owner, nn.Embedding) for owner in owners)
+        if is_embedding and embedding.has_row_index(layout):
             yield embedding.load_loops

@@ -1,7 +1,7 @@
-"""Converts optimizer state between dense parameters and kept entries; tests optimizers for it.
+"""Converts optimizer state between dense and sparse parameters, and tests whether it can be.
 
-Includes the master weights: float32 kept values of a weight whose dense form has fewer bits, which
-checkpoints hold as an entry of the optimizer state.
+Includes the master weights: float32 values of a sparse weight whose dense form has fewer bits,
+which checkpoints hold as an entry of the optimizer state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MASTER = "master"
 """Key of a parameter's master weights in its optimizer state."""
 
 
-def converted_state(
+def convert_state(
     state: Mapping[str, Any], shape: torch.Size, convert: Callable[[Tensor], Any]
 ) -> dict[str, Any]:
     """Return a parameter's optimizer state with the tensors of a shape converted, and no others."""
@@ -44,27 +44,27 @@ def compress_state(
     """Compress the tensors of one parameter's optimizer state that have its dense shape.
 
     Args:
-        state: what ``optimizer.state[parameter]`` or the ``state`` of an optimizer's state dict
-            holds for a dense parameter.
-        layout: the parameter's kept entries.
-        dtype: dtype of the compressed tensors; None keeps theirs.
+        state: ``optimizer.state[parameter]``, or the entry of an optimizer's state dict, of a dense
+            parameter.
+        layout: the parameter's layout.
+        dtype: dtype of the compressed tensors; None: as before.
     """
 
     def compressed(value: Tensor) -> Tensor:
         return layout.to(value.device).compress(value).to(dtype or value.dtype)
 
-    return converted_state(state, layout.shape, compressed)
+    return convert_state(state, layout.shape, compressed)
 
 
 def expand_state(
     state: Mapping[str, Any], layout: Layout, dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """Make tensors of kept entries dense: the inverse of :func:`compress_state`."""
+    """Densify the tensors of unpruned entries: the inverse of :func:`compress_state`."""
 
     def dense(value: Tensor) -> Tensor:
         return layout.to(value.device).densify(value.to(dtype or value.dtype))
 
-    return converted_state(state, torch.Size([layout.nnz]), dense)
+    return convert_state(state, torch.Size([layout.nnz]), dense)
 
 
 def validate_state(name: str, state: Mapping[str, Any], shape: torch.Size) -> None:
@@ -77,8 +77,8 @@ def validate_state(name: str, state: Mapping[str, Any], shape: torch.Size) -> No
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
             raise ValueError(
                 f"Optimizer state '{key}' of parameter '{name}' has shape {tuple(value.shape)}, "
-                f"the parameter {tuple(shape)}: it cannot be reduced to the kept entries. Use an "
-                "elementwise optimizer such as AdamW or SGD." + see("optimizers")
+                f"the parameter {tuple(shape)}: it cannot be reduced to the unpruned entries. Use "
+                "an elementwise optimizer such as AdamW or SGD." + see("optimizers")
             )
 
 
@@ -93,7 +93,8 @@ def dense_shapes(module: nn.Module) -> Iterator[list[Optimizer]]:
         module: the model, dense or (in part) stored sparse.
 
     Yields:
-        A list to append the optimizers made inside to: their initial state is compressed at exit.
+        A list for the optimizers that are created inside: their initial state is compressed at
+        exit.
     """
     stored = [
         (entry.parameter, entry.parameter.detach(), entry.layout)
@@ -114,18 +115,18 @@ def dense_shapes(module: nn.Module) -> Iterator[list[Optimizer]]:
                     state.update(compress_state(state, layout))
 
 
-def master_values(value: Tensor, kept: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return master weights: ``kept`` where it still rounds to ``value``, else ``value`` itself.
+def master_values(value: Tensor, master: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return master weights: ``master`` where it still rounds to ``value``, else ``value`` itself.
 
-    The rounded values may have changed since they were made from ``kept``.
+    The rounded values may have changed since ``master`` was rounded to them.
 
     Args:
         value: the rounded values.
-        kept: the values that they were rounded from, of ``dtype``; None if there are none.
+        master: the values that they were rounded from, of ``dtype``; None if there are none.
         dtype: float32, or wider.
     """
     wide = value.to(dtype)
-    return wide if kept is None else torch.where(kept.to(value.dtype) == value, kept, wide)
+    return wide if master is None else torch.where(master.to(value.dtype) == value, master, wide)
 
 
 def with_master(entry: OwnedParameter, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -146,10 +147,10 @@ def restore_masters(optimizer: Optimizer, entries: Iterable[OwnedParameter]) -> 
         parameter, form = entry.parameter, entry.form
         assert form is not None
         if MASTER in optimizer.state.get(parameter, {}):
-            kept = optimizer.state[parameter].pop(MASTER).to(parameter.device)
+            master = optimizer.state[parameter].pop(MASTER).to(parameter.device)
             with torch.no_grad():
                 rounded = parameter.to(form.dtype)
-                parameter.copy_(master_values(rounded, kept, parameter.dtype))
+                parameter.copy_(master_values(rounded, master, parameter.dtype))
 
 
 _TRIAL_LR = 1e-2
@@ -158,9 +159,9 @@ _TRIAL_LR = 1e-2
 def validate_elementwise_optimizers(optimizer: Optimizer) -> None:
     """Check that an optimizer updates a matrix as it updates the vector of its entries.
 
-    A pruned matrix is stored as the vector of its kept entries, so the optimizer must not use rows
-    and columns. A copy of the optimizer, with its class and settings, takes a few steps on a small
-    random matrix and on the same numbers as a vector; the optimizer itself does not change.
+    A pruned matrix is stored as the vector of its unpruned entries, so the optimizer must not use
+    rows and columns. A copy of the optimizer, with its class and settings, takes a few steps on a
+    small random matrix and on the same numbers as a vector; the optimizer itself does not change.
 
     Raises:
         MisconfigurationException: if the results differ or a step fails, as for Adafactor, Muon,
@@ -173,7 +174,7 @@ def validate_elementwise_optimizers(optimizer: Optimizer) -> None:
         try:
             numbers = _random_numbers(4, 6).to(matrix.device, matrix.dtype)
             as_matrix, as_vector = (
-                _stepped(optimizer, group, [[each] for each in shaped])
+                _stepped(optimizer, group, [[tensor] for tensor in shaped])
                 for shaped in (numbers, numbers.flatten(1))
             )
         except Exception as error:
@@ -219,25 +220,20 @@ def trial_state(
     return state
 
 
-def trial_steps(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    in_parts: bool = False,
-    prepare: Callable[[Optimizer], None] = lambda _: None,
-) -> Tensor:
+def trial_steps(optimizer: Optimizer, group: Mapping[str, Any], in_parts: bool) -> Tensor:
     """Return the entries of two small random parameters after a few steps of a trial optimizer.
 
     Args:
         optimizer: the optimizer to copy.
         group: the settings to copy.
-        in_parts: halves of the parameters, as vectors, are parameters of their own.
-        prepare: called with the trial optimizer before it steps.
+        in_parts: whether halves of the parameters, as vectors, have optimizers of their own.
     """
 
     def split(numbers: Tensor) -> list[Tensor]:
         return [half for p in numbers for half in p.flatten().chunk(2)] if in_parts else [*numbers]
 
-    return _stepped(optimizer, group, list(map(split, _random_numbers(2, 3, 5))), prepare)
+    numbers = list(map(split, _random_numbers(2, 3, 5)))
+    return _stepped(optimizer, group, numbers, alone=in_parts)
 
 
 def _random_numbers(*shape: int) -> Tensor:
@@ -249,26 +245,30 @@ def _stepped(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     numbers: Sequence[Sequence[Tensor]],
-    prepare: Callable[[Optimizer], None] = lambda _: None,
+    alone: bool = False,
 ) -> Tensor:
-    """Return the entries of parameters, the first of ``numbers``, after steps by the others."""
+    """Return the entries of parameters, the first of ``numbers``, after steps by the others.
+
+    Each is stepped by an optimizer of its own if it is ``alone``.
+    """
     values, *gradients = numbers
-    parameters = [nn.Parameter(each.clone()) for each in values]
-    trial = trial_copy(optimizer, group, parameters)
-    prepare(trial)
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    together = [[parameter] for parameter in parameters] if alone else [parameters]
+    trials = [trial_copy(optimizer, group, members) for members in together]
     device = parameters[0].device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)  # some optimizers add noise
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
                 parameter.grad = gradient.clone()
-            type(trial).step(trial)
+            for trial in trials:
+                type(trial).step(trial)
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
 
 
 def _not_elementwise(optimizer: Optimizer, reason: str) -> MisconfigurationException:
     return MisconfigurationException(
         f"{type(optimizer).__name__} cannot train sparse weights: {reason}. A pruned weight is "
-        "stored as the vector of its kept entries, so the optimizer must be elementwise: use "
+        "stored as the vector of its unpruned entries, so the optimizer must be elementwise: use "
         "AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like." + see("optimizers")
     )

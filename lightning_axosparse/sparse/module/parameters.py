@@ -49,7 +49,7 @@ class OwnedParameter:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout of its kept entries; None while it is dense."""
+        """The layout of its values; None while it is dense."""
         return self.stored and self.stored.layout
 
     @property
@@ -59,13 +59,13 @@ class OwnedParameter:
 
     @property
     def shape(self) -> torch.Size:
-        """Its dense shape; of a parameter of which this rank has a part, that of all of it."""
-        own = self.parameter.shape if self.layout is None else self.layout.shape
-        return self.whole_shape or own
+        """Its dense shape: that of the full parameter, where this rank has a part."""
+        local = self.parameter.shape if self.layout is None else self.layout.shape
+        return self.whole_shape or local
 
     @property
     def whole_shape(self) -> torch.Size | None:
-        """The dense shape of all of it, where this rank has a part; None where it has all."""
+        """The dense shape of the full parameter; None where this rank has all of it."""
         return vars(self.parameter).get("whole_shape")
 
     @whole_shape.setter
@@ -73,7 +73,7 @@ class OwnedParameter:
         vars(self.parameter)["whole_shape"] = shape
 
     def dense(self) -> Tensor:
-        """A dense copy of its values, in the dtype of its dense form."""
+        """Return a dense copy of its values, in the dtype of its dense form."""
         assert self.stored is not None
         layout, form = self.stored
         return layout.densify(self.parameter.detach().to(form.dtype))
@@ -111,8 +111,8 @@ def owners(module: nn.Module) -> dict[str, list[Owner]]:
     return {entry.names[0]: entry.owners for entry in owned_parameters(module)}
 
 
-def validate_made(name: str, parameter: nn.Parameter) -> None:
-    """Check that a parameter is not one of ``configure_model``, whose values are made later.
+def validate_not_deferred(name: str, parameter: nn.Parameter) -> None:
+    """Check that a parameter is not a deferred tensor of ``configure_model``.
 
     Raises:
         ValueError: if it is.
@@ -148,7 +148,7 @@ class ParameterState:
     """One parameter's values, optimizer state and, if it is stored sparse, how; on CPU.
 
     Attributes:
-        values: the values, of the dense shape or only the kept ones.
+        values: all values, in the dense shape, or only the unpruned ones.
         stored: how it is stored sparse, if it is. The resident copy is not pickled.
         state: per optimizer, by its index, each entry of its state of the parameter, and whether
             that lies on the device; the ``step`` of most optimizers does not.
@@ -211,7 +211,7 @@ def forget(
 
 
 def _copy(value: Any) -> Any:
-    # With storage of its own: pickling a view would send the whole tensor that it is a view of.
+    # In new storage: pickling a view would send the whole tensor that it is a view of.
     return value.detach().to(_CPU, copy=True) if isinstance(value, Tensor) else value
 
 
@@ -221,8 +221,8 @@ class StateBytes:
 
     Attributes:
         weights: the parameters.
-        resident: the dense copies of sparsely stored weights (policy "samo").
-        indices: the positions of kept entries.
+        resident: the dense copies of sparsely stored weights (``compute="samo"``).
+        indices: the positions of unpruned entries.
         gradients: the gradients.
         optimizer: the optimizer state.
     """
@@ -277,7 +277,7 @@ def _new_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
 
 
 def _components(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with storage of their own that ``tensor`` consists of."""
+    """Return the tensors of which ``tensor`` consists and that have storage."""
     if isinstance(tensor, DividedGradient):
         return (tensor.part,)
     if tensor.is_meta:

@@ -1,8 +1,8 @@
 """Gives a module with sparsely stored parameters a class that reads them as dense-shaped weights.
 
 The module's class is replaced by a subclass in which ``module.weight`` reads as the dense-shaped
-weight, while the registered parameter of that name is the 1-D vector of kept values. State dicts
-stay dense and keep their keys; pickles and deep copies work.
+weight, while the registered parameter of that name is the 1-D vector of unpruned values. State
+dicts stay dense and keep their keys; pickles and deep copies work.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 class SparseStorage(NamedTuple):
-    """How a parameter is stored sparse: its kept entries, and what it is read as."""
+    """How a parameter is stored sparse: its layout, and the dense form in which it is read."""
 
     layout: Layout
     form: DenseForm
@@ -35,11 +35,14 @@ class SparseStorage(NamedTuple):
 class SparseModule(nn.Module):
     """Mixin of a module's class while some of its parameters are stored sparse.
 
-    ``_stored`` has these, by attribute; ``_dense_class`` is the module's own class.
+    ``_stored`` holds their storage, by attribute; ``_dense_class`` is the module's own class.
     """
 
     _dense_class: type[nn.Module]
     _stored: dict[str, SparseStorage]
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Do not call that of the module's class: no new kind of module is defined."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         stored = vars(self).get("_stored", {}).get(name)
@@ -58,14 +61,14 @@ class SparseModule(nn.Module):
         super().__delattr__(name)
 
     def _may_be_replaced(self, name: str) -> bool:
-        """Whether LoRA of PEFT may parametrize a weight in each call: it is frozen, and read."""
+        """Return whether PEFT's LoRA may parametrize a weight in each call: it is frozen."""
         values = self._parameters[name]
         return values is not None and not values.requires_grad and "forward" not in vars(type(self))
 
-    def _stored_here(self) -> list[tuple[str, nn.Parameter, SparseStorage]]:
-        """The weights that are here, and not in a parametrization."""
-        here = ((name, self._parameters.get(name), each) for name, each in self._stored.items())
-        return [(name, values, each) for name, values, each in here if values is not None]
+    def _registered(self) -> list[tuple[str, nn.Parameter, SparseStorage]]:
+        """Return the sparse weights that are registered here, and not in a parametrization."""
+        stored = ((name, self._parameters.get(name), how) for name, how in self._stored.items())
+        return [(name, values, how) for name, values, how in stored if values is not None]
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
         """Register a buffer; a weight that was read from this module is its parameter again."""
@@ -73,7 +76,7 @@ class SparseModule(nn.Module):
             if tensor.parameter is None:  # It has been moved or cast in its parametrization.
                 self._stored[name].layout.move(tensor.device)
                 self._stored[name].form.move(tensor.dtype)
-                self._parameters[name] = nn.Parameter(tensor.kept, requires_grad=False)
+                self._parameters[name] = nn.Parameter(tensor.stored_values, requires_grad=False)
             else:
                 self._parameters[name] = tensor.parameter
         else:
@@ -87,23 +90,23 @@ class SparseModule(nn.Module):
                 ``torch.nn.utils.prune`` registers it; torch's own message would not name the cause.
         """
         if isinstance(param, SparseWeight):
-            raise self._misuse(f"what it stores sparse cannot become its parameter '{name}'")
+            raise self._misuse(f"a sparse weight cannot become its parameter '{name}'")
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> nn.Module:
         raise self._misuse("torch.jit.script cannot compile it; torch.jit.trace can")
 
-    def _misuse(self, what: str) -> MisconfigurationException:
+    def _misuse(self, problem: str) -> MisconfigurationException:
         return MisconfigurationException(
-            f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._stored)}): {what}. "
-            "Call densify(module) first; to change the values, write into the weight (in place, or "
-            "with load_state_dict)." + see("sparse-storage")
+            f"{_dense_class(self).__name__} is stored sparse ({', '.join(self._stored)}): "
+            f"{problem}. Call densify(module) first; to change the values, write into the weight "
+            "(in place, or with load_state_dict)." + see("sparse-storage")
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseModule:
         conversion = _MasterConversion(fn, self)
         super()._apply(conversion, recurse)  # type: ignore[no-untyped-call]
-        for name, values, (layout, form) in self._stored_here():
+        for name, values, (layout, form) in self._registered():
             layout.move(values.device)
             form.move(conversion.dtypes[name])
         return self
@@ -112,7 +115,7 @@ class SparseModule(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, _, (layout, form) in self._stored_here():
+        for name, _, (layout, form) in self._registered():
             values = destination[prefix + name]
             destination[prefix + name] = (
                 sparse_weight(values, layout, DenseForm(form.dtype))
@@ -137,16 +140,16 @@ class SparseModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class exists only in this process: pickle what it is made from.
+        # The class exists only in this process: pickle the arguments that create it.
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return _new_module, (_dense_class(self), tuple(self._stored)), *reduced[2:]
 
 
 class SparseRNN(SparseModule):
-    """Mixin for LSTM, GRU and RNN, which keep a list of their weights between calls.
+    """Mixin for LSTM, GRU and RNN, which store a list of their weights between calls.
 
-    The list is made at each read: a kept list could not be copied or pickled. cuDNN's single flat
-    buffer does not exist for weights that are made dense at every use.
+    The list is built at each read: a stored list could not be copied or pickled. cuDNN's single
+    flat buffer does not exist for weights that are materialized at every use.
     """
 
     @property
@@ -165,9 +168,9 @@ class SparseRNN(SparseModule):
 
 
 class SparseEmbedding(SparseModule):
-    """Mixin for Embedding and EmbeddingBag: the gradient of the kept values is a dense vector.
+    """Mixin for Embedding and EmbeddingBag: the gradient of the unpruned values is a dense vector.
 
-    ``DistributedDataParallel`` reads ``sparse`` before it makes its buckets, to learn whether the
+    ``DistributedDataParallel`` reads ``sparse`` before it builds its buckets, to learn whether the
     gradient will be a sparse tensor.
     """
 
@@ -182,7 +185,7 @@ class SparseEmbedding(SparseModule):
 
 
 class _MasterConversion:
-    """Wraps the function that ``Module._apply`` gets so that kept values stay at least float32.
+    """Wraps the function that ``Module._apply`` gets so that unpruned values stay at least float32.
 
     Attributes:
         dtypes: the dtypes to which the function converts the module's dense-shaped weights.
@@ -192,19 +195,21 @@ class _MasterConversion:
         self._fn = fn
         self.dtypes: dict[str, torch.dtype] = {}
         self._masters: dict[int, torch.dtype] = {}
-        for name, values, (_, form) in module._stored_here():
+        for name, values, (_, form) in module._registered():
             sample = torch.empty(0, dtype=form.dtype, device=values.device)
             self.dtypes[name] = fn(sample).dtype
             for tensor in (values, values.grad):
                 self._masters[id(tensor)] = master_dtype(self.dtypes[name])
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        made, master = self._fn(tensor), self._masters.get(id(tensor))
-        return made if master in (None, made.dtype) else tensor.to(made.device, master)
+        converted, master = self._fn(tensor), self._masters.get(id(tensor))
+        if master in (None, converted.dtype):
+            return converted
+        return tensor.to(converted.device, master)
 
 
 def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -> None:
-    """Make ``module.name`` read as a dense-shaped weight with the kept entries of ``layout``."""
+    """Make ``module.name`` read as a dense-shaped weight whose values have this ``layout``."""
     dense_class = _dense_class(module)
     stored = {**vars(module).get("_stored", {}), name: SparseStorage(layout, form)}
     vars(module)["_stored"] = stored
@@ -213,7 +218,7 @@ def make_sparse(module: nn.Module, name: str, layout: Layout, form: DenseForm) -
 
 
 def validate_class(module: nn.Module) -> None:
-    """Check that a module has not got another class since it is stored sparse.
+    """Check that the class of a sparsely stored module has not been replaced.
 
     Raises:
         MisconfigurationException: if it was parametrized.
@@ -229,7 +234,7 @@ def validate_class(module: nn.Module) -> None:
 def forget_layout(module: nn.Module, name: str) -> None:
     """Make ``module.name`` read as the parameter itself; other sparse parameters stay sparse."""
     validate_class(module)
-    stored = {key: each for key, each in vars(module)["_stored"].items() if key != name}
+    stored = {key: value for key, value in vars(module)["_stored"].items() if key != name}
     if stored:
         vars(module)["_stored"] = stored
         module.__class__ = _sparse_class(_dense_class(module), tuple(stored))
@@ -264,32 +269,50 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     elif issubclass(dense_class, nn.Embedding | nn.EmbeddingBag) and "weight" in names:
         mixin = SparseEmbedding
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
-    if names == ("weight",) and (compute := _computed_with_kept_values(dense_class)) is not None:
+    if names == ("weight",) and (compute := _product_on_values(dense_class)) is not None:
         body["forward"] = _forward(dense_class, compute)
-    elif (looked_up := embedding.layer_forward(dense_class, names)) is not None:
-        body["forward"] = looked_up
+    elif (lookup := embedding.layer_forward(dense_class, names)) is not None:
+        body["forward"] = lookup
     body["_dense_class"] = dense_class
     body["__module__"] = dense_class.__module__
     body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
-    return type(f"Sparse{dense_class.__name__}", (mixin, dense_class), body)
+    kind = _before(mixin, dense_class)
+    made: type[SparseModule] = kind(f"Sparse{dense_class.__name__}", (dense_class,), body)
+    return made
+
+
+def _before(mixin: type[SparseModule], dense_class: type[nn.Module]) -> Any:
+    """Return a metaclass that puts a mixin before the only base of the class that it makes.
+
+    An object can get the new class only if its memory has the layout of the old one. It has where
+    the old one is the first base; a mixin before an abstract class would give it another.
+    """
+
+    def mro(made: type) -> list[type]:
+        order = type.mro(made)
+        if dense_class not in made.__bases__:  # A subclass, such as parametrizations make.
+            return order
+        return [made, *(each for each in mixin.__mro__ if each not in order), *order[1:]]
+
+    return type(f"Sparse{type(dense_class).__name__}", (type(dense_class),), {"mro": mro})
 
 
 _Compute = Callable[[Any, Tensor, Tensor, Layout, DenseForm], Tensor | None]
 
 
-def _computed_with_kept_values(dense_class: type[nn.Module]) -> _Compute | None:
-    """Return what computes a layer's outputs by its kept values; None for layers that read them."""
+def _product_on_values(dense_class: type[nn.Module]) -> _Compute | None:
+    """Return the product of a layer on unpruned values; None for layers that read their weight."""
     by_rows = linear.rows_are_outputs(dense_class)
     if by_rows is not None:
-        return partial(linear.multiplied, by_rows)
-    return convolution.convolved if convolution.convolves(dense_class) else None
+        return partial(linear.multiply_layer, by_rows)
+    return convolution.convolve_layer if convolution.can_convolve(dense_class) else None
 
 
 def _forward(dense_class: type[nn.Module], compute: _Compute) -> Callable[..., Tensor]:
     dense_forward: Callable[..., Tensor] = dense_class.forward
 
     def forward(layer: Any, inputs: Tensor) -> Tensor:
-        # A caller may keep the bound forward for longer than the weight is stored sparse, and
+        # A caller may hold the bound forward for longer than the weight is stored sparse, and
         # torch.func.functional_call may put a dense tensor in its place.
         stored, values = vars(layer).get("_stored", {}).get("weight"), layer._parameters["weight"]
         if not stored or type(values) not in _PLAIN or values.shape != (stored.layout.nnz,):

@@ -1,8 +1,8 @@
-"""Convolves with the kept values of a weight on a CPU, and computes both gradients.
+"""Convolves with the unpruned values of a weight on a CPU, and computes both gradients.
 
-The forward of ``nn.Conv1d`` and ``nn.Conv2d`` runs on the kept values if they are float32 on a CPU,
-few enough, or ``compute="sparse"``, if the padding is of zeros and the geometry fits. Otherwise
-torch convolves with a dense copy of the weight.
+The forward of ``nn.Conv1d`` and ``nn.Conv2d`` runs on the unpruned values if they are float32 on a
+CPU, if the density is low enough or ``compute="sparse"``, if the padding is of zeros and the
+geometry fits. Otherwise torch convolves with a dense copy of the weight.
 
 The loops are in ``kernels/convolutions.py``. ``benchmarks/overhead/convolutions.py`` measures them
 against torch's convolution with a dense weight.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import grad as dense_gradients
 
 from lightning_axosparse.sparse.backend import Backend
-from lightning_axosparse.sparse.cpu.products import in_threads, readable, weight_of
+from lightning_axosparse.sparse.cpu.products import can_read, kernel_weight, run_in_threads
 from lightning_axosparse.sparse.kernels import kernel_module, reference
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout
@@ -36,8 +36,8 @@ from lightning_axosparse.support.torch_internals import (
     version_of,
 )
 
-MOST_KEPT = 0.25
-"""The largest share of kept entries with which forward and backward take less time here."""
+MAX_DENSITY = 0.25
+"""The largest density at which forward and backward take less time here."""
 
 FEWEST_POSITIONS = 64
 """Images of fewer outputs, all together, are convolved with a dense weight."""
@@ -58,20 +58,19 @@ _FORWARDS = {
 }
 
 
-def convolves(dense_class: type[nn.Module]) -> bool:
+def can_convolve(dense_class: type[nn.Module]) -> bool:
     """Return whether layers that are of this class while they are dense may run here."""
     convolution = _FORWARDS.get(cast(Any, dense_class.forward))
-    own = getattr(dense_class, "_conv_forward", None)
-    return convolution is not None and own is convolution
+    return convolution is not None and getattr(dense_class, "_conv_forward", None) is convolution
 
 
-def convolved(
+def convolve_layer(
     layer: Any, inputs: Tensor, values: Tensor, layout: Layout, form: DenseForm
 ) -> Tensor | None:
-    """Convolve inputs with a layer's kept values; None if a dense weight has to be used."""
+    """Convolve inputs with a layer's unpruned values; None if that is not possible."""
     if form.copy is not None or not _eligible(layer, inputs, values, form):
         return None
-    if not chosen(layout, form.backend, values):
+    if not should_run(layout, form.backend, values):
         return None
     sizes = tuple(layout.shape), tuple(inputs.shape)
     geometry = _geometry(*sizes, layer.stride, layer.padding, layer.dilation, layer.groups)
@@ -117,7 +116,7 @@ def _geometry(
 
 
 class _Convolution(torch.autograd.Function):
-    """The outputs as a function of the inputs, the kept values and the bias."""
+    """The outputs as a function of the inputs, the unpruned values and the bias."""
 
     @staticmethod
     def forward(
@@ -175,19 +174,19 @@ def _differentiable_gradients(
     return for_inputs, reference.gather(dense, layout.positions())
 
 
-def chosen(layout: Layout, backend: Backend, operand: Tensor) -> TypeGuard[SegmentLayout]:
-    """Return whether convolutions with a sparse weight are to run here, if their geometry fits.
+def should_run(layout: Layout, backend: Backend, operand: Tensor) -> TypeGuard[SegmentLayout]:
+    """Return whether convolutions with a sparse weight should run here, if their geometry fits.
 
     Args:
-        layout: the kept entries.
+        layout: the layout of the weight.
         backend: how products with the weight run.
-        operand: the kept values or another operand, of the dtype in which the product runs.
+        operand: the values, or another operand, of the dtype in which the product runs.
     """
-    if operand.dtype != torch.float32 or not readable(layout, operand):
+    if operand.dtype != torch.float32 or not can_read(layout, operand):
         return False
-    if backend.compute != "auto":
+    if backend.compute in ("dense", "sparse"):
         return backend.compute == "sparse"
-    return backend.processor != "unmeasured" and layout.nnz <= MOST_KEPT * layout.shape.numel()
+    return backend.processor != "unmeasured" and layout.nnz <= MAX_DENSITY * layout.shape.numel()
 
 
 def large_enough(backend: Backend, geometry: Geometry) -> bool:
@@ -240,7 +239,7 @@ class Geometry:
             self.images[1] == self.weight[1] * self.groups
             and self.weight[0] % self.groups == 0
             and min(self.outputs) > 0
-            and all(pad <= most for pad, most in zip(self.padding, reach, strict=True))
+            and all(pad <= limit for pad, limit in zip(self.padding, reach, strict=True))
             and max(self.planes.number, self.weight[0]) * self.planes.stride < INT32_ENTRIES
         )
 
@@ -272,8 +271,8 @@ def forward(
 
     Args:
         images: shape ``geometry.images``, float32, on CPU.
-        values: kept values of the weight, of shape ``geometry.weight``.
-        layout: the kept entries.
+        values: unpruned values of the weight, of shape ``geometry.weight``.
+        layout: the positions of the values.
         geometry: the convolution.
         bias: a number for each output channel.
 
@@ -303,18 +302,18 @@ def transposed(
 
 
 def _convolve(planes: _Planes, source: Any, taps: Any, rows: int, bias: Any, target: Any) -> None:
-    """Compute as many planes of the target as there are rows, in threads."""
+    """Compute the planes of the target, one for each row, in threads."""
 
     def part(first: int, last: int) -> None:
         sizes = planes.stride, planes.positions
         loops = kernel_module("convolutions")
         loops.convolve(source, taps, (first, last), bias, target, *sizes)
 
-    in_threads(part, rows, 1, planes.positions * len(taps.values))
+    run_in_threads(part, rows, 1, planes.positions * len(taps.values))
 
 
 def sddmm(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geometry) -> Tensor:
-    """Return the kept entries of the gradient of the weight; arguments as for the others."""
+    """Return the unpruned entries of the gradient of the weight; arguments as for the others."""
     planes = geometry.planes
     result = images.new_zeros(layout.nnz)
     taps = _taps(result, layout, geometry)
@@ -326,7 +325,7 @@ def sddmm(gradient: Tensor, images: Tensor, layout: SegmentLayout, geometry: Geo
             rows = first, last
             kernel_module("convolutions").correlate(source, taps, rows, factors, planes.positions)
 
-        in_threads(part, geometry.weight[0], 1, planes.positions * layout.nnz)
+        run_in_threads(part, geometry.weight[0], 1, planes.positions * layout.nnz)
     return result
 
 
@@ -360,8 +359,8 @@ class _Planes:
         self._in_phase = [self._phases.index((y % down, x % across)) for y, x in places]
         self._shifts = [y // down * columns + x // across for y, x in places]
         self.number, self.margin = channels * len(self._phases), max(self._shifts)
-        most = _CHUNK // (max(self.number, geometry.weight[0]) * rows * columns)
-        chunks = -(-images // max(most, 1))
+        limit = _CHUNK // (max(self.number, geometry.weight[0]) * rows * columns)
+        chunks = -(-images // max(limit, 1))
         together = -(-images // max(chunks, 1))
         self.chunks = [slice(first, first + together) for first in range(0, images, together or 1)]
         self.positions = -(-together * rows * columns // _LINE) * _LINE
@@ -375,7 +374,7 @@ class _Planes:
         return _flat(memory)
 
     def memory_of_inputs(self) -> Tensor:
-        """Return where to write planes of the inputs."""
+        """Return the memory for planes of the inputs."""
         return self._memory("packed", self.number)
 
     def to_inputs(self, memory: Tensor, images: Tensor) -> None:
@@ -392,7 +391,7 @@ class _Planes:
         return _flat(memory)
 
     def memory_of_outputs(self) -> Tensor:
-        """Return where to write planes of the outputs."""
+        """Return the memory for planes of the outputs."""
         return self._memory("tile", self._geometry.weight[0])
 
     def to_outputs(self, memory: Tensor, outputs: Tensor) -> None:
@@ -416,7 +415,7 @@ class _Planes:
         return scratch.take(use, planes * self.stride, torch.float32, torch.device("cpu"))
 
     def _views(self, memory: Tensor, images: int) -> Iterator[tuple[Tensor, slice, slice]]:
-        """The inside of the input planes, and the rows and columns of images that lie there.
+        """Yield the inside of the input planes, and the rows and columns of images in it.
 
         A plane is a tensor of channels x images x rows x columns.
         """
@@ -438,7 +437,7 @@ class _Planes:
 
 
 def _every(phase: int, dimension: int, geometry: Geometry) -> tuple[slice, slice]:
-    """Return where the rows (or columns) of a phase lie in a plane, and which of an image's."""
+    """Return the rows (or columns) of a phase in a plane, and the same rows of an image."""
     stride, padding = geometry.stride[dimension], geometry.padding[dimension]
     size = geometry.images[2 + dimension]
     first = (phase - padding) % stride
@@ -447,7 +446,7 @@ def _every(phase: int, dimension: int, geometry: Geometry) -> tuple[slice, slice
 
 
 def _spread(numbers: int) -> int:
-    """Return the least odd number of lines for so many numbers.
+    """Round up to an odd number of cache lines.
 
     Planes that are a power of two apart would share the same few lines of the cache.
     """
@@ -455,26 +454,26 @@ def _spread(numbers: int) -> int:
 
 
 def _taps(values: Tensor, layout: SegmentLayout, geometry: Geometry) -> Any:
-    """Return the kept entries by output channel, with their places in the inputs."""
+    """Return the unpruned entries by output channel, with their places in the inputs."""
     planes, rows = geometry.planes, geometry.weight[0]
     plane, shift = planes.columns
     places = scratch.take("positions", layout.nnz, torch.int32, torch.device("cpu")).numpy()
     begins = np.empty(rows + 1, np.int64)
     group = rows // geometry.groups, planes.of_group * planes.stride
-    columns, weight = plane * np.int32(planes.stride) + shift, weight_of(layout, values)
+    columns, weight = plane * np.int32(planes.stride) + shift, kernel_weight(layout, values)
     kernel_module("convolutions").places(weight, columns, group, places, begins)
     return kernel_module("convolutions").Taps(places, weight.values, begins)
 
 
 def _transposed_taps(values: Tensor, layout: SegmentLayout, geometry: Geometry) -> Any:
-    """Return the kept entries by input plane, with their places in the outputs."""
+    """Return the unpruned entries by input plane, with their places in the outputs."""
     planes = geometry.planes
     memory = scratch.take("positions", 2 * layout.nnz, torch.int32, torch.device("cpu"))
-    places, kept = memory[: layout.nnz].numpy(), memory[layout.nnz :].view(torch.float32).numpy()
+    places, entries = memory[: layout.nnz].numpy(), memory[layout.nnz :].view(torch.float32).numpy()
     begins = np.empty(planes.number + 1, np.int64)
-    taps = kernel_module("convolutions").Taps(places, kept, begins)
+    taps = kernel_module("convolutions").Taps(places, entries, begins)
     group = geometry.weight[0] // geometry.groups, planes.of_group
-    rows, weight = (planes.stride, planes.margin), weight_of(layout, values)
+    rows, weight = (planes.stride, planes.margin), kernel_weight(layout, values)
     kernel_module("convolutions").transposed_places(weight, planes.columns, group, rows, taps)
     return taps
 

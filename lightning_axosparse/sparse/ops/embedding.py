@@ -35,7 +35,7 @@ def embedding(
     stored = isinstance(weight, SparseWeight) and weight.has_whole_rows()
     if (
         not stored
-        or not found_by_row(weight.entries)
+        or not has_row_index(weight.sparse_layout)
         or type(input) is not Tensor
         or not input.is_cpu
         or max_norm is not None
@@ -57,15 +57,15 @@ class _Lookup(torch.autograd.Function):
     def forward(indices: Tensor, weight: SparseWeight, padding: int | None) -> Tensor:
         if weight.dense_copy is not None:
             return weight.operand()[indices]
-        assert isinstance(weight.entries, SegmentLayout)
-        loops, values = kernel_module("segments"), weight.kept_values()
-        rows: Tensor = loops.take_rows(indices.reshape(-1), values, weight.entries.rows)
+        assert isinstance(weight.sparse_layout, SegmentLayout)
+        loops, values = kernel_module("segments"), weight.unpruned_values()
+        rows: Tensor = loops.take_rows(indices.reshape(-1), values, weight.sparse_layout.rows)
         return rows.view(*indices.shape, rows.shape[1])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         indices, weight, ctx.padding = inputs
-        ctx.layout, ctx.rows = weight.entries, len(weight)
+        ctx.layout, ctx.rows = weight.sparse_layout, len(weight)
         ctx.save_for_backward(indices)
 
     @staticmethod
@@ -111,8 +111,8 @@ def layer_forward(
     return forward
 
 
-def found_by_row(layout: Layout) -> TypeGuard[SegmentLayout]:
-    """Return whether compiled loops find the kept entries of a row."""
+def has_row_index(layout: Layout) -> TypeGuard[SegmentLayout]:
+    """Return whether compiled loops can look up the unpruned entries of a row."""
     return isinstance(layout, SegmentLayout) and layout.has_row_segments and layout.starts.is_cpu
 
 

@@ -1,9 +1,9 @@
 """Multiplies by a stack of sparse matrices, such as the experts of a layer, and reads single ones.
 
-``transformers`` and others keep the experts of a layer as one parameter of three dimensions. What
-selects some of them gives a sparse weight of their part of the kept values, with which
-``linear.py`` multiplies. Products with the whole stack run here, matrix by matrix. Only matrices
-for which there are inputs are computed; the gradients of the others are zero.
+``transformers`` and others store the experts of a layer as one parameter of three dimensions.
+Selecting some of them gives a sparse weight of their part of the values, by which ``linear.py``
+multiplies. Products with the whole stack run here, matrix by matrix. Only matrices for which there
+are inputs are computed; the gradients of the others are zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lightning_axosparse.support.torch_internals import (
 
 
 def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs instead of a function of torch that returns views, such as ``select``.
+    """Return the replacement of a function of torch that returns views, such as ``select``.
 
     It returns NotImplemented for other weights, and if the views are not of whole matrices.
     """
@@ -40,16 +40,16 @@ def selecting(function: Callable[..., Any]) -> Callable[..., Any]:
             return NotImplemented
         views = function(_numbers(input.shape), *args, **kwargs)
         if isinstance(views, Tensor):
-            return _viewed(input, views)
-        found = [_viewed(input, view) for view in views]
-        elsewhere = any(each is NotImplemented for each in found)
-        return NotImplemented if elsewhere else tuple(found)
+            return _matrices_in_view(input, views)
+        matrices = tuple(_matrices_in_view(input, view) for view in views)
+        whole = all(matrix is not NotImplemented for matrix in matrices)
+        return matrices if whole else NotImplemented
 
     return select
 
 
 def transposing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what runs instead of a function that transposes, of whose result matrices are read."""
+    """Return the replacement of a function that transposes a stack; the result is read again."""
 
     def transpose(input: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_read_stack(input):
@@ -69,13 +69,13 @@ def getitem(input: Any, index: Any) -> Any:
     first, *others = index if isinstance(index, tuple) else (index,)
     dimensions = first.dim() if isinstance(first, Tensor) else None
     if dimensions == 1 and first.dtype in (torch.int32, torch.int64):
-        return NotImplemented if others else _chosen(input, first.tolist())
+        return NotImplemented if others else _selected_matrices(input, first.tolist())
     if not (isinstance(first, slice) or type(first) is int or dimensions == 0):
         return NotImplemented
-    found = _viewed(input, _numbers(input.shape)[first])
-    if found is NotImplemented or not others:
-        return found
-    return found[(slice(None),) * (found.dim() - 2) + tuple(others)]
+    matrices = _matrices_in_view(input, _numbers(input.shape)[first])
+    if matrices is NotImplemented or not others:
+        return matrices
+    return matrices[(slice(None),) * (matrices.dim() - 2) + tuple(others)]
 
 
 def bmm(input: Any, mat2: Any, **options: Any) -> Any:
@@ -97,8 +97,8 @@ def matmul(input: Any, other: Any, **options: Any) -> Any:
     stack = isinstance(other, SparseWeight) and other.dim() == 3
     if stack and isinstance(input, Tensor) and input.dim() == 2:
         input = input.expand(len(other), *input.shape)
-    found = bmm(input, other, **options)
-    return mm(input, other, **options) if found is NotImplemented else found
+    product = bmm(input, other, **options)
+    return mm(input, other, **options) if product is NotImplemented else product
 
 
 def grouped_mm(
@@ -120,11 +120,11 @@ def grouped_mm(
 
 
 class _Pieces:
-    """The kept values of each matrix, split by one node of autograd.
+    """The unpruned values of each matrix, split by one node of autograd.
 
-    A loop over experts reads their weight anew for each. If each read had a node of its own, the
+    A loop over experts reads their weight for each expert. If every read added a node, the
     gradients of all experts' values would be added up for each expert. So the graphs of matrices
-    keep the pieces that they come from, and reads use these until the values change.
+    refer to the pieces that they come from, and reads use these until the values change.
     """
 
     def __init__(self, source: Tensor, layout: Layout) -> None:
@@ -150,8 +150,8 @@ def _split(values: Tensor, layout: Layout) -> Sequence[Tensor]:
 
 
 def _matrix(weight: SparseWeight, number: int) -> Tensor:
-    """Return a matrix of a stack: a sparse weight of its part of the kept values."""
-    values, layout = cast(Tensor, weight.source), weight.entries
+    """Return a matrix of a stack: a sparse weight of its part of the values."""
+    values, layout = cast(Tensor, weight.source), weight.sparse_layout
     part = layout.part(number)
     if not (torch.is_grad_enabled() and values.requires_grad):
         return _of_stack(weight, values[slice(*layout.edges[number : number + 2])], part)
@@ -165,55 +165,55 @@ def _matrix(weight: SparseWeight, number: int) -> Tensor:
 
 
 def _matrices(weight: SparseWeight, first: int, last: int) -> Tensor:
-    """Return the matrices from ``first`` to ``last``, likewise."""
-    layout = weight.entries
+    """Return the matrices from ``first`` to ``last``, a sparse weight of a stack."""
+    layout = weight.sparse_layout
     values = cast(Tensor, weight.source)[layout.edges[first] : layout.edges[last]]
     return _of_stack(weight, values, layout.part(first, last))
 
 
-def _chosen(weight: SparseWeight, numbers: list[int]) -> Any:
-    """Return a stack of the matrices with these numbers, which may repeat, likewise."""
-    layout, count = weight.entries, len(weight)
+def _selected_matrices(weight: SparseWeight, numbers: list[int]) -> Any:
+    """Return a stack of the matrices with these numbers, which may repeat."""
+    layout, count = weight.sparse_layout, len(weight)
     if not numbers or min(numbers) < -count or max(numbers) >= count:
         return NotImplemented
     numbers = [number % count for number in numbers]
     pieces = _split(cast(Tensor, weight.source), layout)
-    chosen = torch.cat([pieces[number] for number in numbers])
-    return _as_read(weight, _of_stack(weight, chosen, layout.joined(numbers)))
+    values = torch.cat([pieces[number] for number in numbers])
+    return _as_read(weight, _of_stack(weight, values, layout.joined(numbers)))
 
 
 def _of_stack(weight: SparseWeight, values: Tensor, layout: Layout) -> Tensor:
-    """Return the weight of some of a stack's values, without a copy: that of all is not filled."""
+    """Return the weight of some of a stack's values, without a resident copy."""
     form = DenseForm(weight.dtype, backend=weight.backend)
     return sparse_weight(values, layout, form, type(weight))
 
 
 def _is_read_stack(weight: Any) -> bool:
-    """Return whether a weight is a stack as it was read, or what ``transposing`` gives of one."""
+    """Return whether a weight is a stack as it was read, or transposed by ``transposing``."""
     read = isinstance(weight, SparseWeight) and weight.source is not None
-    return read and is_stack(weight.entries.shape) and not weight.is_meta
+    return read and is_stack(weight.sparse_layout.shape) and not weight.is_meta
 
 
 def _is_stored(weight: SparseWeight) -> bool:
     """Return whether a weight is a stack as it is stored, and no other view of it."""
-    shape = weight.entries.shape
+    shape = weight.sparse_layout.shape
     whole = weight.shape == shape and weight.is_contiguous() and weight.storage_offset() == 0
     return whole and is_stack(shape)
 
 
 def _as_read(weight: SparseWeight, matrices: Tensor) -> Tensor:
-    """Return matrices of a read stack, transposed if this is."""
+    """Return matrices of a read stack, transposed if the stack is."""
     return matrices if _is_stored(weight) else matrices.mT
 
 
 @lru_cache(64)
 def _numbers(shape: torch.Size) -> Tensor:
-    """Return a tensor of this shape in whose memory each matrix takes one place, without values."""
+    """Return a meta tensor of this shape, each of whose matrices is one number, expanded."""
     return torch.empty((shape[0], 1, 1), device="meta").expand(shape)
 
 
-def _viewed(weight: SparseWeight, view: Tensor) -> Any:
-    """Return those matrices of a read stack of which ``view`` is, as a view of ``_numbers``."""
+def _matrices_in_view(weight: SparseWeight, view: Tensor) -> Any:
+    """Return the matrices of a read stack that ``view``, a view of ``_numbers``, has."""
     if view.shape[-2:] != weight.shape[1:] or view.stride()[-2:] != (0, 0):
         return NotImplemented
     first = int(view.storage_offset())
@@ -239,7 +239,7 @@ def _grouped(input: Tensor, weight: SparseWeight, edges: Sequence[int], autocast
 
 
 def _groups(layout: Layout, edges: Sequence[int]) -> Iterator[tuple[slice, Layout, slice]]:
-    """Yield the rows, the layout and the kept entries of each matrix with inputs."""
+    """Yield the rows, the layout and the unpruned entries of each matrix with inputs."""
     for number, (begin, end) in enumerate(pairwise(edges)):
         if begin < end:
             entries = slice(layout.edges[number], layout.edges[number + 1])
@@ -258,7 +258,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         factor, weight, ctx.edges, ctx.by_rows = inputs
-        ctx.layout, ctx.backend = weight.entries, weight.backend
+        ctx.layout, ctx.backend = weight.sparse_layout, weight.backend
         ctx.save_for_backward(factor, weight)
 
     @staticmethod
@@ -282,16 +282,16 @@ class _Grouped(torch.autograd.Function):
 def _products(inputs: Tensor, weight: SparseWeight, edges: Sequence[int], by_rows: bool) -> Tensor:
     weight.check_unchanged()
     result = inputs.new_zeros(len(inputs), weight.shape[1 if by_rows else 2])
-    for rows, layout, entries in _groups(weight.entries, edges):
-        kept = weight.kept[entries]
-        result[rows] = multiply(inputs[rows], kept, layout, None, weight.backend, by_rows)
+    for rows, layout, entries in _groups(weight.sparse_layout, edges):
+        values = weight.stored_values[entries]
+        result[rows] = multiply(inputs[rows], values, layout, None, weight.backend, by_rows)
     return result
 
 
 def _dense_gradients(
     ctx: Any, gradient: Tensor, inputs: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return both gradients as functions that can be differentiated."""
+    """Return both gradients as differentiable functions of their operands."""
     for_inputs, for_weight = [], []
     for matrix, (begin, end) in zip(weight, pairwise(ctx.edges), strict=True):
         rows = slice(begin, end)

@@ -5,8 +5,8 @@ Three paths compute ``inputs @ weight.t() + bias`` or ``inputs @ weight + bias``
 ===========  ================================================  ==================================
 path         when it runs                                      how
 ===========  ================================================  ==================================
-layer        in the forward of ``nn.Linear`` and               one autograd node on the kept
-             ``transformers``' ``Conv1D`` whose weight alone   values; no weight is read
+layer        in the forward of ``nn.Linear`` and               one autograd node on the values;
+             ``transformers``' ``Conv1D`` whose weight alone   no weight is read
              is stored sparse, if the operands are eligible
 read weight  in ``F.linear``, ``mm``, ``matmul`` and           one autograd node on the weight
              ``addmm`` with a large weight that was read
@@ -27,18 +27,18 @@ Each of the three products of a path runs in the first of these ways that fits (
 =============  ============================================  =====================================
 way            when                                          how
 =============  ============================================  =====================================
-resident copy  there is one of this dtype (policy "samo")    torch's product with the copy
-kept values    on CPU in up to 32 bits, with                 compiled loops over kept values, in
-               ``compute="sparse"`` or, with "auto", if so   float32
-               few entries are kept that it is faster
-               (``kept_products``)
+resident copy  there is one of this dtype (of "samo")         torch's product with the copy
+values         on CPU in up to 32 bits, with                 compiled loops over the unpruned
+               ``compute="sparse"`` or, with "auto", if the  values, in float32
+               density is so low that this is faster
+               (``sparse_products``)
 panels         otherwise                                     torch's product with panels of the
-                                                             weight, made dense one after another
+                                                             weight, materialized in turn
 =============  ============================================  =====================================
 
-Which way runs follows from the dtype, the device, the share of kept entries, whether there is a
-single token, the policy, ``compute`` and the kind of processor on which the ranks of a run agree
-and which its checkpoints keep (``backend``): it is the same on all ranks, and in a resumed run.
+Which way runs follows from the dtype, the device, the density, whether there is a single token,
+``compute`` and the kind of processor on which the ranks of a run agree and which its checkpoints
+store (``backend``): it is the same on all ranks, and in a resumed run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from torch.nn import functional as F
 
 from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.cpu import products as sparse_products
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import (
@@ -100,9 +100,9 @@ def eligible(
     """Return the operands of one product, cast as autocast casts them; None: use the dense path.
 
     Args:
-        inputs: what the weight is multiplied with.
-        bias: what is added, or None.
-        weight: the weight, or its kept values.
+        inputs: the factor of the weight.
+        bias: the bias, or None.
+        weight: the weight, or its unpruned values.
         shape: rows and columns of the weight.
         dtype: dtype of the weight.
         by_rows: whether its rows, or its columns, give the outputs.
@@ -131,15 +131,15 @@ def eligible(
     return _Operands(inputs, bias, dtype)
 
 
-def multiplied(
+def multiply_layer(
     by_rows: bool, layer: Any, inputs: Tensor, values: Tensor, layout: Layout, form: DenseForm
 ) -> Tensor | None:
-    """Multiply inputs by a layer's kept values, by the first path; None if that cannot be."""
+    """Multiply inputs by a layer's values, by the first path; None if that is not possible."""
     operands = eligible(inputs, layer.bias, values, layout.shape, form.dtype, by_rows)
     if operands is None:
         return None
     inputs, bias, _ = operands
-    product = _KeptProduct(layout, form, by_rows)
+    product = _ValuesProduct(layout, form, by_rows)
     if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
         return product.forward(inputs, values, bias)
     output: Tensor = _LayerProduct.apply(inputs, values, bias, product)  # type: ignore[no-untyped-call]
@@ -159,11 +159,11 @@ def rows_are_outputs(dense_class: type[nn.Module]) -> bool | None:
     return _ROWS_ARE_OUTPUTS.get((forward.__module__, forward.__qualname__))
 
 
-class _KeptProduct(NamedTuple):
+class _ValuesProduct(NamedTuple):
     """The product of the first path, and its gradients.
 
     Attributes:
-        layout: the kept entries of the weight.
+        layout: the layout of the weight.
         form: its dense form.
         by_rows: whether its rows, or its columns, give the outputs.
     """
@@ -173,7 +173,7 @@ class _KeptProduct(NamedTuple):
     by_rows: bool
 
     def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by the kept values, and add the bias."""
+        """Multiply by the unpruned values, and add the bias."""
         form = self.form
         return multiply(x, values, self.layout, form.copy, form.backend, self.by_rows, bias)
 
@@ -196,7 +196,7 @@ class _KeptProduct(NamedTuple):
         return cast(Tensor, for_inputs)
 
     def values_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
-        """Compute the gradient of the kept values, likewise."""
+        """Compute the gradient of the unpruned values, in the same way."""
         left, right = outer_factors(x, gradient, self.by_rows)
         if not backward_transformed(gradient):
             return sddmm(left, right, self.layout, self.form.backend, values.dtype)
@@ -236,11 +236,11 @@ def addmm(input: Any, mat1: Any, mat2: Any, **options: Any) -> Any:
 
 
 class _LayerProduct(torch.autograd.Function):
-    """The product as a function of the inputs, the kept values and the bias."""
+    """The product as a function of the inputs, the unpruned values and the bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, values: Tensor, bias: Tensor | None, product: _KeptProduct
+        ctx: Any, inputs: Tensor, values: Tensor, bias: Tensor | None, product: _ValuesProduct
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Not saved as activations are, which may be offloaded: the parameter stays anyway.
@@ -271,7 +271,7 @@ class _WeightProduct(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         factor, weight, _, ctx.by_rows = inputs
-        ctx.layout, ctx.backend = weight.entries, weight.backend
+        ctx.layout, ctx.backend = weight.sparse_layout, weight.backend
         ctx.save_for_backward(factor, weight)
 
     @staticmethod
@@ -295,12 +295,12 @@ def _times(
     inputs: Tensor, weight: SparseWeight, by_rows: bool, bias: Tensor | None = None
 ) -> Tensor:
     weight.check_unchanged()
-    source = weight.kept, weight.entries, weight.dense_copy, weight.backend
+    source = weight.stored_values, weight.sparse_layout, weight.dense_copy, weight.backend
     return multiply(inputs, *source, by_rows, bias)
 
 
 def _weight_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
-    """Return the weight's gradient: its kept entries, or all if it must be differentiable."""
+    """Return the weight's gradient: its unpruned entries, or all if it must be differentiable."""
     left, right = outer_factors(inputs, gradient, ctx.by_rows)
     if backward_transformed(gradient):
         return left.t() @ right
@@ -337,9 +337,9 @@ def multiply(
     if dense_copy is not None and dense_copy.dtype == inputs.dtype:
         dense = dense_copy.filled(values, layout).view(layout.shape[0], -1)
         result = F.linear(inputs, dense if by_rows else dense.t(), bias)
-    elif kept_products.chosen(layout, "one_token" if one_token else product, backend, inputs):
-        kept = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
-        result = getattr(kept_products, product)(inputs, kept, layout, bias)
+    elif sparse_products.should_run(layout, "one_token" if one_token else product, backend, inputs):
+        values = values if values.dtype == inputs.dtype else values.to(inputs.dtype)
+        result = getattr(sparse_products, product)(inputs, values, layout, bias)
         return result
     else:
         result = getattr(panels, product)(inputs, values, layout, bias)
@@ -349,7 +349,7 @@ def multiply(
 def sddmm(
     left: Tensor, right: Tensor, layout: Layout, backend: Backend, dtype: torch.dtype
 ) -> Tensor:
-    """Return the kept entries of ``left.t() @ right``, cast to a dtype."""
-    if kept_products.chosen(layout, "sddmm", backend, left):
-        return kept_products.sddmm(left, right, layout).to(dtype)
+    """Return the unpruned entries of ``left.t() @ right``, cast to a dtype."""
+    if sparse_products.should_run(layout, "sddmm", backend, left):
+        return sparse_products.sddmm(left, right, layout).to(dtype)
     return panels.sddmm(left, right, layout, dtype)

@@ -26,7 +26,7 @@ from lightning_axosparse.support import torch_internals
 from lightning_axosparse.support.torch_internals import plain_torch_functions, transformed
 
 MIN_ENTRIES = 2**18
-"""Smaller matrices are made dense whole: the Python calls would take longer than they save."""
+"""Smaller matrices are materialized whole: the Python calls would take longer than they save."""
 
 _SELECTING = (
     *(torch.select, torch.unbind, torch.split, torch.chunk, torch.narrow, torch.tensor_split),
@@ -53,18 +53,18 @@ REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     **{function: selecting(function) for function in _SELECTING},
     **{function: transposing(function) for function in _TRANSPOSING},
 }
-"""What runs instead of a torch function, with the same arguments and argument names.
+"""The replacement of a torch function, with the same arguments and argument names.
 
 It returns NotImplemented if the torch function itself must run.
 """
 
 
 def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
-    """Return what reading a sparsely stored parameter gives: a weight of the dense shape.
+    """Read a sparsely stored parameter as a weight of the dense shape.
 
     Args:
-        values: kept values, shape ``(layout.nnz,)``, floating.
-        layout: the kept entries.
+        values: unpruned values, shape ``(layout.nnz,)``, floating.
+        layout: the positions of the values.
         form: the weight's dtype and resident copy.
     """
     large = layout.shape.numel() >= MIN_ENTRIES and torch.is_grad_enabled()
@@ -76,7 +76,7 @@ class OverridingWeight(SparseWeight):
     """A sparse weight for which ``REPLACEMENTS`` run.
 
     Weights are of this class only where that pays: large ones, and stacks of matrices. Without
-    gradients, matrices of ``nn.TransformerEncoderLayer`` would keep it from its fast path.
+    gradients, matrices of ``nn.TransformerEncoderLayer`` would disable its fast path.
     """
 
     @classmethod

@@ -1,1 +1,1 @@
-"""The tensor of kept values, its index formats, and the dense copy that operators use."""
+"""The sparse weight as a tensor, its index formats, and the dense copy that operators use."""

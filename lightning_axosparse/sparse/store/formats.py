@@ -1,11 +1,11 @@
-"""Stores the positions of kept entries in one of two index formats.
+"""Stores the positions of unpruned entries in one of two index formats.
 
 ========  =====================================  ============================================
-format    bytes per kept entry                   where it pays
+format    bytes per unpruned entry               where it pays
           at 50 / 80 / 90 / 95 % pruned
 ========  =====================================  ============================================
 segments  1.02 / 1.04 / 1.09 / 1.18              the default on CPU: compiled code multiplies
-                                                 with kept values as they are stored
+                                                 with the values as they are stored
 bitmap    0.25 / 0.63 / 1.26 / 2.52              the default on CUDA, where a kernel reads it
                                                  in one pass
 ========  =====================================  ============================================
@@ -42,14 +42,14 @@ from lightning_axosparse.support.troubleshooting import see
 
 @dataclass(eq=False)
 class SegmentLayout(Layout):
-    """One byte per kept entry: its offset in a segment of a row; two per segment: their number.
+    """One byte per unpruned entry: its offset in a segment of a row; two per segment: their number.
 
-    A segment has ``SEGMENT`` entries, the last one of a row has what is left. Rows of fewer than
+    A segment has ``SEGMENT`` entries, the last one of a row has the rest. Rows of fewer than
     ``SHORTEST_LINE`` entries are indexed a block at a time, as if a block were one long row.
 
     Attributes:
-        counts: kept entries in each segment, int16.
-        offsets: the offset of each kept entry in its segment, shape ``(nnz,)``, uint8.
+        counts: unpruned entries in each segment, int16.
+        offsets: the offset of each unpruned entry in its segment, shape ``(nnz,)``, uint8.
     """
 
     counts: Tensor
@@ -68,20 +68,20 @@ class SegmentLayout(Layout):
 
     @cached_property
     def has_row_segments(self) -> bool:
-        """Whether each row has segments of its own, as products with kept values need."""
+        """Whether each row has segments of its own, as products with unpruned values need."""
         return _line_entries(self.shape) == row_length(self.shape)
 
     @cached_property
     def read_by_loops(self) -> tuple[Any, Any, int, int]:
         """The index of a matrix on CPU as arrays, its rows and its columns.
 
-        Made for each product, the arrays took a twentieth of one token's time, 1024 wide.
+        Built for each product, the arrays took a twentieth of one token's time, 1024 wide.
         """
         sizes = self.shape[0], row_length(self.shape)
         return self.counts.numpy(), self.offsets.numpy(), *sizes
 
     def positions(self) -> Tensor:
-        """Return the start of each kept entry's segment plus its offset."""
+        """Return the start of each unpruned entry's segment plus its offset."""
         return self._positions(self.counts, self.offsets)
 
     def positions_in(self, tile: Tile) -> Tensor:
@@ -99,7 +99,7 @@ class SegmentLayout(Layout):
 
     @property
     def rows(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """The kept entries by row, as ``segments`` takes them, if each has its own segments."""
+        """The layout as the functions of ``segments`` read it, if each row has its own segments."""
         width = row_length(self.shape)
         return self.counts, self.offsets, self.starts, block_rows(self.shape), width
 
@@ -109,7 +109,7 @@ class SegmentLayout(Layout):
 
     def _joined(self, shape: torch.Size, numbers: Sequence[int]) -> SegmentLayout:
         counts = self.counts.view(self.shape[0], -1)[numbers]
-        slices = [self.offsets[self.edges[each] : self.edges[each + 1]] for each in numbers]
+        slices = [self.offsets[self.edges[n] : self.edges[n + 1]] for n in numbers]
         return self._of_slices(shape, counts, torch.cat(slices))
 
     def _of_slices(self, shape: torch.Size, counts: Tensor, offsets: Tensor) -> SegmentLayout:
@@ -137,7 +137,7 @@ class SegmentLayout(Layout):
 
 @dataclass(eq=False)
 class BitmapLayout(Layout):
-    """One bit per entry, kept or pruned.
+    """One bit per entry, pruned or not.
 
     Attributes:
         bits: eight entries per byte, the first in the lowest bit, shape ``(ceil(numel / 8),)``,
@@ -170,11 +170,11 @@ class BitmapLayout(Layout):
 
     def positions_in(self, tile: Tile) -> Tensor:
         """Return the positions of the tile's set bits."""
-        held = self.bits[tile.start // 8 : -(-(tile.start + tile.numel) // 8)]
-        if held.is_cpu:  # NumPy takes a fifth of torch's time
-            bits = np.unpackbits(held.numpy(), bitorder="little").view(np.bool_)
-            return torch.from_numpy(np.flatnonzero(bits))
-        return torch.nonzero_static(_unpacked(held), size=tile.nnz).squeeze(1)
+        bits = self.bits[tile.start // 8 : -(-(tile.start + tile.numel) // 8)]
+        if bits.is_cpu:  # NumPy takes a fifth of torch's time
+            mask = np.unpackbits(bits.numpy(), bitorder="little").view(np.bool_)
+            return torch.from_numpy(np.flatnonzero(mask))
+        return torch.nonzero_static(_unpacked(bits), size=tile.nnz).squeeze(1)
 
     def kernels(self, tensor: Tensor) -> ModuleType | None:
         """Return those of Triton, which count within a block in 32 bits, on CUDA."""
@@ -196,10 +196,10 @@ FORMATS: dict[str, type[Layout]] = {
 
 
 def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
-    """Return the layout that keeps the entries where ``mask`` (bool, any shape) is True.
+    """Return the layout of the entries where ``mask`` (bool, any shape) is True.
 
     Args:
-        mask: True where an entry is kept.
+        mask: False where an entry is pruned.
         index_format: "segments" or "bitmap"; None selects "bitmap" for a mask on CUDA, else
             "segments".
 
@@ -225,6 +225,6 @@ def _segments(line: int) -> int:
     return -(-line // SEGMENT)
 
 
-def _unpacked(held: Tensor) -> Tensor:
-    shifts = torch.arange(8, dtype=torch.uint8, device=held.device)
-    return held.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and(1).bool().flatten()
+def _unpacked(bits: Tensor) -> Tensor:
+    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return bits.unsqueeze(1).bitwise_right_shift(shifts).bitwise_and(1).bool().flatten()

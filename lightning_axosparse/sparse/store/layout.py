@@ -1,4 +1,4 @@
-"""Describes which entries of a pruned tensor are kept, and compresses tensors to them."""
+"""Describes which entries of a tensor are unpruned, and compresses tensors to them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ INT32_ENTRIES = 2**31
 """Tensors with fewer entries than this are indexed by int32."""
 
 SHORTEST_LINE = 64
-"""Shorter rows would take more bytes for the numbers of kept entries than for their offsets."""
+"""Shorter rows would take more bytes for the numbers of unpruned entries than for their offsets."""
 
 BLOCK_ENTRIES = 4096
-"""A block has the fewest rows with at least this many entries; layouts count kept entries by block.
-"""
+"""A block has the fewest rows with at least this many entries; a layout counts entries by block."""
 
 TILE_ENTRIES = {"cpu": 2**20, "cuda": 2**26}
-"""Approximate entries of a tile, by device: what fits a CPU's cache, and what occupies a GPU."""
+"""Approximate entries of a tile, by device: they fit a CPU's cache, and occupy a GPU."""
 
 
 def index_dtype(numel: int) -> torch.dtype:
@@ -42,14 +41,14 @@ def index_dtype(numel: int) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Tile:
-    """Consecutive rows (slices along the first dimension) of a tensor, and their kept entries.
+    """Consecutive rows (slices along the first dimension) of a tensor, and their unpruned entries.
 
     Attributes:
         rows: the rows.
-        entries: the kept entries in them, as a slice of the tensor's kept entries.
+        entries: the unpruned entries in them, as a slice of all unpruned entries.
         blocks: the layout's blocks that they consist of.
         start: flat position of the first entry.
-        numel: number of entries, kept or not.
+        numel: number of entries, pruned or not.
         index: the part of the layout's index that its kernels read.
     """
 
@@ -62,22 +61,22 @@ class Tile:
 
     @property
     def nnz(self) -> int:
-        """Number of kept entries."""
+        """Number of unpruned entries."""
         return int(self.entries.stop - self.entries.start)
 
 
 @dataclass(eq=False)
 class Layout(ABC):
-    """The kept entries of one tensor, shared by its values, gradient and optimizer state.
+    """The unpruned entries of one tensor, shared by its values, gradient and optimizer state.
 
-    An index format (``formats.py``) is a subclass that stores their positions in tensor fields of
-    its own. Kept entries are in ascending order of their flat position.
+    An index format (``formats.py``) is a subclass with tensor fields for their positions. Unpruned
+    entries are in ascending order of their flat position.
 
     Attributes:
         shape: shape of the dense tensor.
-        nnz: number of kept entries.
-        starts: the number of kept entries before each block and in the whole tensor, shape
-            ``(blocks + 1,)``, int32 (int64 for 2^31 kept entries or more).
+        nnz: number of unpruned entries.
+        starts: the number of unpruned entries before each block and in the whole tensor, shape
+            ``(blocks + 1,)``, int32 (int64 for 2^31 unpruned entries or more).
     """
 
     shape: torch.Size
@@ -86,7 +85,7 @@ class Layout(ABC):
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Self:
-        """Return the layout that keeps the entries where ``mask`` (bool, any shape) is True."""
+        """Return the layout of the entries where ``mask`` (bool, any shape) is True."""
         positions = mask.reshape(-1).nonzero().squeeze(1)
         block = block_entries(mask.shape)
         edges = torch.arange(0, mask.numel() + block, max(block, 1), device=mask.device)
@@ -96,18 +95,18 @@ class Layout(ABC):
     @staticmethod
     @abstractmethod
     def _index(positions: Tensor, starts: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """Return the format's own fields for kept entries at the flat ``positions`` (int64)."""
+        """Return the format's fields for unpruned entries at the flat ``positions`` (int64)."""
 
     @abstractmethod
     def positions(self) -> Tensor:
-        """Return the flat positions of all kept entries, shape ``(nnz,)``, int32 or int64.
+        """Return the flat positions of all unpruned entries, shape ``(nnz,)``, int32 or int64.
 
         It uses only operators that torch.compile can trace.
         """
 
     @abstractmethod
     def positions_in(self, tile: Tile) -> Tensor:
-        """Return the positions of the tile's kept entries, counted from its start, int64."""
+        """Return the positions of the tile's unpruned entries, counted from its start, int64."""
 
     @abstractmethod
     def kernels(self, tensor: Tensor) -> ModuleType | None:
@@ -136,14 +135,14 @@ class Layout(ABC):
     def joined(self, numbers: Sequence[int]) -> Layout:
         """Return the layout of a stack of slices with these numbers, which may repeat."""
         joined = self._joined(torch.Size([len(numbers), *self.shape[1:]]), numbers)
-        # Products read each slice where it is, and no edges have to be found.
-        joined._parts.update({(at, None): self.part(each) for at, each in enumerate(numbers)})
-        sizes = (self.edges[each + 1] - self.edges[each] for each in numbers)
+        # Products read each slice where it is, and no edges have to be computed.
+        joined._parts.update({(at, None): self.part(n) for at, n in enumerate(numbers)})
+        sizes = (self.edges[n + 1] - self.edges[n] for n in numbers)
         joined.edges = list(accumulate(sizes, initial=0))
         return joined
 
     def _joined(self, shape: torch.Size, numbers: Sequence[int]) -> Layout:
-        """Return the layout of these slices, together of this shape."""
+        """Return the layout of these slices, stacked to this shape."""
         return self.from_mask(self.mask()[numbers].view(shape))
 
     @cached_property
@@ -152,7 +151,7 @@ class Layout(ABC):
 
     @cached_property
     def edges(self) -> list[int]:
-        """The numbers of kept entries before each slice along the first dimension, and in all."""
+        """The numbers of unpruned entries before each slice of the first dimension, and in all."""
         if block_rows(self.shape) == 1:
             return self.starts.tolist()
         return [0, *self.mask().flatten(1).sum(1).cumsum(0).tolist()]
@@ -162,7 +161,7 @@ class Layout(ABC):
         """The tiles that the tensor consists of, in order."""
         length, rows_in_block = row_length(self.shape), block_rows(self.shape)
         rows = self.shape.numel() // length if length else 0
-        kept, blocks = self.starts.tolist(), len(self.starts) - 1
+        starts, blocks = self.starts.tolist(), len(self.starts) - 1
         limit = TILE_ENTRIES.get(self.starts.device.type, TILE_ENTRIES["cuda"])
         step = max(1, limit // max(rows_in_block * length, 1))
         tiles = []
@@ -171,7 +170,7 @@ class Layout(ABC):
             top, bottom = first * rows_in_block, min(last * rows_in_block, rows)
             tile = Tile(
                 slice(top, bottom),
-                slice(kept[first], kept[last]),
+                slice(starts[first], starts[last]),
                 slice(first, last),
                 top * length,
                 (bottom - top) * length,
@@ -181,7 +180,7 @@ class Layout(ABC):
 
     @torch.no_grad()
     def compress(self, dense: Tensor) -> Tensor:
-        """Return the kept entries of ``dense`` (of the layout's shape), shape ``(nnz,)``.
+        """Return the unpruned entries of ``dense`` (of the layout's shape), shape ``(nnz,)``.
 
         Raises:
             ValueError: if ``dense`` has another shape.
@@ -219,11 +218,11 @@ class Layout(ABC):
             self.densify_tile(tile, values[tile.entries], out)
 
     def densify_tile(self, tile: Tile, values: Tensor, out: Tensor) -> None:
-        """Write one tile of a dense tensor: ``values`` where an entry is kept, zeros elsewhere.
+        """Write one tile of a dense tensor: ``values`` at the unpruned entries, and zeros.
 
         Args:
             tile: the part of the tensor to write.
-            values: the kept entries in the tile, shape ``(tile.nnz,)``, any dtype.
+            values: the unpruned values in the tile, shape ``(tile.nnz,)``, any dtype.
             out: where to write, shape ``(tile.numel,)``, contiguous, any dtype.
         """
         start = now()
@@ -235,7 +234,7 @@ class Layout(ABC):
         clock.add("densify", start, now())
 
     def compress_tile(self, tile: Tile, dense: Tensor, out: Tensor) -> None:
-        """Read the kept entries of one tile of a dense tensor.
+        """Read the unpruned entries of one tile of a dense tensor.
 
         Args:
             tile: the part of the tensor to read.
@@ -251,14 +250,13 @@ class Layout(ABC):
         clock.add("compress", start, now())
 
     def mask(self) -> Tensor:
-        """Return a bool tensor of the layout's shape, True where an entry is kept."""
+        """Return a bool tensor of the layout's shape, False where an entry is pruned."""
         return self.densify(torch.ones(self.nnz, dtype=torch.bool, device=self.starts.device))
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the layout, by field."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in held.items() if isinstance(value, Tensor)}
+        return {k: v for k, v in self.__getstate__().items() if isinstance(v, Tensor)}
 
     @property
     def nbytes(self) -> int:
@@ -290,11 +288,11 @@ class Layout(ABC):
             setattr(self, name, tensor.to(device))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields; what follows from them is not copied."""
+        """Return the fields; cached properties are not copied."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def same_entries(self, other: Layout) -> bool:
-        """Return whether ``other``, in any format, keeps the same entries of the same shape."""
+        """Return whether ``other``, in any format, has the same shape and unpruned entries."""
         if self.shape != other.shape or self.nnz != other.nnz:
             return False
         there = other.to(self.starts.device)
@@ -307,10 +305,10 @@ def row_length(shape: torch.Size) -> int:
 
 
 def is_stack(shape: torch.Size) -> bool:
-    """Return whether a tensor is a stack of matrices that are multiplied with, as experts are.
+    """Return whether a tensor is a stack of matrices that layers multiply by, as experts are.
 
-    The rows of the matrices are then cut into segments, each by itself (``formats.py``). Kernels of
-    ``nn.Conv1d`` have three dimensions, too, of which the last is shorter.
+    Each row of the matrices is then cut into segments (``formats.py``). Kernels of ``nn.Conv1d``
+    have three dimensions, too, of which the last is shorter.
     """
     return len(shape) == 3 and shape[-1] >= SHORTEST_LINE
 

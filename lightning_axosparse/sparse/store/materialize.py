@@ -1,16 +1,16 @@
-"""Decides how a sparse weight takes part in operators, and keeps the dense copy of policy "samo".
+"""Defines the dense form of a sparse weight, and fills the resident copy of "samo".
 
-With the policy "samo" (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
-dtype that products run in, and is filled once per optimizer step. With the policy "sparse" an
-operator multiplies with the kept values, or with a dense weight that is made, in parts, at every
-use. In graphs of torch.compile it is dense, and the backward pass makes it again.
+With ``compute="samo"`` (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
+dtype that products run in, and is filled once per optimizer step. Else an operator multiplies by
+the unpruned values, or by a dense weight that is materialized, in parts, at every use. In graphs of
+torch.compile it is dense, and the backward pass materializes it again.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +20,24 @@ from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.support.torch_internals import version_of
 
-Policy = Literal["sparse", "samo"]
-POLICIES: tuple[str, ...] = get_args(Policy)
 
+def copy_pays(sixteen_bit: bool, passes: int, sparse_products: bool) -> bool:
+    """Return whether a resident dense copy saves more than it takes (``benchmarks/overhead``).
 
-def best_policy(sixteen_bit: bool, passes: int, on_kept_values: bool) -> Policy:
-    """Return the policy that ``benchmarks/overhead`` recommends.
-
-    A resident copy saves the time to make the weight dense in every forward and backward pass after
-    the first. In float32 that time is short and the copy takes 4 bytes per weight; in 16 bits it is
-    long and the copy takes 2. Products on the kept values need no dense weight.
+    A resident copy saves the time to materialize the weight in every forward and backward pass
+    after the first. In float32 that time is short and the copy takes 4 bytes per weight; in 16 bits
+    it is long and the copy takes 2. Sparse products need no dense weight.
 
     Args:
         sixteen_bit: whether products run in bfloat16 or float16.
         passes: forward and backward passes (micro-batches) per optimizer step.
-        on_kept_values: whether so few entries are kept that products run on them.
+        sparse_products: whether products run on the unpruned values.
     """
-    return "samo" if sixteen_bit and passes > 1 and not on_kept_values else "sparse"
+    return sixteen_bit and passes > 1 and not sparse_products
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the kept values of a weight of ``dtype``: at least float32."""
+    """Return the dtype of the unpruned values of a weight of ``dtype``: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -62,24 +59,21 @@ class DenseForm:
     """The dense form of one sparse parameter, shared by all modules that have the parameter.
 
     Attributes:
-        dtype: dtype of the dense-shaped weight. The kept values have this or a wider one.
-        copy: the dense copy that stays in memory; None with the policy "sparse".
-        backend: whether products use the kept values, a dense weight, or what is faster.
+        dtype: dtype of the dense-shaped weight. The unpruned values have this or a wider one.
+        copy: the dense copy that stays in memory; None without ``compute="samo"``.
+        backend: whether products use the unpruned values, a dense weight, or the faster of these.
     """
 
     dtype: torch.dtype
     copy: DenseCopy | None = None
     backend: Backend = AUTO
 
-    @property
-    def policy(self) -> Policy:
-        """The materialization policy."""
-        return "sparse" if self.copy is None else "samo"
-
-    @policy.setter
-    def policy(self, policy: Policy) -> None:
-        if policy != self.policy:
-            self.copy = DenseCopy() if policy == "samo" else None
+    def compute_by(self, backend: Backend) -> None:
+        """Set how products run, and keep a dense copy if they use one."""
+        self.backend = backend
+        keeps_copy = backend.compute == "samo"
+        if keeps_copy != (self.copy is not None):
+            self.copy = DenseCopy() if keeps_copy else None
 
     def move(self, dtype: torch.dtype) -> None:
         """Change the weight's dtype; the values may have moved to another device."""
@@ -88,10 +82,10 @@ class DenseForm:
             self.copy.release()
 
     def for_values(self, values: Tensor, training: bool) -> DenseForm:
-        """Return the dense form of ``values``, which a functional call may have put in.
+        """Return the dense form of ``values``, which a functional call may have passed.
 
-        Only the parameter itself has a resident copy, whose dtype is set here. A parameter made in
-        inference mode has none, because torch counts no changes of it.
+        Only the parameter itself has a resident copy, whose dtype is set here. A parameter created
+        in inference mode has none, because torch counts no changes of it.
         """
         if self.copy is None:
             return self
@@ -105,7 +99,7 @@ class DenseForm:
 
 
 class DenseCopy:
-    """The resident dense copy of one weight, filled again when its kept values may have changed.
+    """The resident dense copy of one weight, filled again when its values may have changed.
 
     They may have changed when their version has, when an optimizer has stepped (fused optimizers
     change no version), and when the module has switched between training and evaluation (averaged
@@ -136,28 +130,28 @@ class DenseCopy:
         """Fill the copy again at its next use: the values have changed, maybe without a version."""
         self._source = None
 
-    def filled(self, kept: Tensor, layout: Layout) -> Tensor:
+    def filled(self, values: Tensor, layout: Layout) -> Tensor:
         """Return the copy with the current values; valid until they change.
 
         Args:
-            kept: kept values, shape ``(layout.nnz,)``, any dtype.
-            layout: the kept entries.
+            values: unpruned values, shape ``(layout.nnz,)``, any dtype.
+            layout: their layout.
         """
         if self._steps is None:
             self._steps = _optimizer_steps()
-        state = version_of(kept), self._steps.count
+        state = version_of(values), self._steps.count
         source = self._source
-        if self.dense is None or source is None or source.data_ptr() != kept.data_ptr():
+        if self.dense is None or source is None or source.data_ptr() != values.data_ptr():
             self._filled_at = (-1, -1)
         if state != self._filled_at:
             if self.dense is None:
-                # A tensor made in inference mode could not be written outside it.
+                # A tensor created in inference mode could not be written outside it.
                 with torch.inference_mode(False):
-                    self.dense = torch.empty(layout.shape, dtype=self.dtype, device=kept.device)
-            layout.fill(self.dense, kept)
+                    self.dense = torch.empty(layout.shape, dtype=self.dtype, device=values.device)
+            layout.fill(self.dense, values)
             # Keep the values' storage alive, so that no other values are allocated at its address.
-            # The parameter itself would follow to the address of new data it is given.
-            self._source, self._filled_at = kept.detach(), state
+            # The parameter itself would follow to the address of new ``data``.
+            self._source, self._filled_at = values.detach(), state
         assert self.dense is not None
         return self.dense
 
@@ -170,7 +164,7 @@ class DenseCopy:
 
 
 class _OptimizerSteps:
-    """Counts the steps of all optimizers in this process while there are copies that ask.
+    """Counts the steps of all optimizers in this process while there are dense copies.
 
     A dense copy does not know which optimizers hold its parameter, so one of torch's hooks for all
     optimizers serves all copies, and goes with the last of them.

@@ -1,6 +1,6 @@
 """Reuses one buffer per thread for tiles, positions and operands that a single function needs.
 
-New memory causes page faults, which took longer than the scatter when a weight was made dense on
+New memory causes page faults, which took longer than the scatter when a weight was materialized on
 CPU. A tensor in scratch memory must not leave the function that took it: pass it only to operators
 whose result never aliases their inputs (products, gathers, scatters).
 """
@@ -36,8 +36,8 @@ class _Scratch(threading.local):
             return torch.empty(numel, dtype=dtype, device=device)
         typed = self._typed.get((use, dtype))
         if typed is None or typed.numel() < numel:
-            # A tensor made in inference mode could not be written outside it. Dispatch modes that
-            # count activations must not count memory that stays allocated.
+            # A tensor created in inference mode could not be written outside it. Dispatch modes
+            # that count activations must not count memory that stays allocated.
             with torch.inference_mode(False), without_dispatch_modes():
                 typed = self._buffer(use, numel * dtype.itemsize).view(dtype)
             self._typed[use, dtype] = typed
@@ -58,6 +58,6 @@ class _Scratch(threading.local):
         return buffer
 
 
-# Global, but every thread sees buffers of its own.
+# Global, but every thread sees only its buffers.
 scratch = _Scratch()
 """The scratch memory of the calling thread."""

@@ -1,4 +1,4 @@
-"""Defines the tensor that has a weight's dense shape and stores only its kept entries."""
+"""Defines the tensor that has a weight's dense shape and stores only its unpruned entries."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ class _Read:
 
 
 class SparseWeight(Tensor):
-    """A dense-shaped tensor that is made dense only inside the operator that uses it.
+    """A tensor of a weight's dense shape that is materialized only in the operator that uses it.
 
     Views and casts of it stay sparse. Any other operator gets a dense copy that is freed after it,
     or the resident copy, so autograd saves this small object for backward and never a dense weight.
-    An in-place operator changes the kept entries; what it writes to pruned entries is dropped. The
-    class also represents a gradient of which only the kept entries were computed.
+    An in-place operator changes the unpruned entries; writes to pruned entries are dropped. The
+    class also represents a gradient of which only the unpruned entries were computed.
 
     A module returns a new SparseWeight at every read of ``module.weight``. Code for dense modules
     treats ``module.weight`` as a leaf of autograd: it reads and clears ``.grad``, sets
     ``requires_grad`` or ``.data``, and registers hooks. Those are passed to ``parameter``.
 
     Attributes:
-        kept: kept values, shape ``(nnz,)``; shares storage with the parameter. Their dtype may be
-            wider than the weight's.
-        entries: the positions of the kept entries in the tensor that this one is a view of.
+        stored_values: unpruned values, shape ``(nnz,)``; they share storage with the parameter, and
+            may have a wider dtype than the weight.
+        sparse_layout: the layout of the tensor that this one is a view of.
         parameter: the parameter that this weight was read from; None for views, casts and
             gradients.
-        source: the values that it was made of, with their autograd history; None likewise.
+        source: the values that it was created from, with their autograd history; None likewise.
     """
 
-    kept: Tensor
-    entries: Layout
+    stored_values: Tensor
+    sparse_layout: Layout
     parameter: nn.Parameter | None
     source: Tensor | None
     _dense_copy: DenseCopy | None
@@ -79,7 +79,7 @@ class SparseWeight(Tensor):
         dense_copy: DenseCopy | None = None,
         dtype: torch.dtype | None = None,
     ) -> SparseWeight:
-        """Wrap ``values``; size, strides, offset and dtype are those of ``geometry``, if given."""
+        """Wrap ``values``; size, strides, offset and dtype are those of ``geometry``, if any."""
         size: torch.Size = layout.shape
         options: dict[str, Any] = {"dtype": dtype or values.dtype, "device": values.device}
         if geometry is not None:
@@ -87,8 +87,8 @@ class SparseWeight(Tensor):
             options["strides"] = geometry.stride()
             options["storage_offset"] = geometry.storage_offset()
         weight: SparseWeight = torch.Tensor._make_wrapper_subclass(cls, size, **options)
-        weight.kept = values
-        weight.entries = layout
+        weight.stored_values = values
+        weight.sparse_layout = layout
         weight.parameter = weight.source = None
         weight._dense_copy = dense_copy
         weight._read = _Read(version_of(values))
@@ -119,7 +119,7 @@ class SparseWeight(Tensor):
                 if first.dtype == source.dtype:
                     return _replace_tensors(source._viewed, views, Tensor)
             if func is _add and len(args) == 2 and not kwargs and source._same_entries(args[1]):
-                return source._with(source.kept_values() + args[1].kept_values())
+                return source._with(source.unpruned_values() + args[1].unpruned_values())
         mutated = [t for t in mutated_arguments(func, args, kwargs) if isinstance(t, SparseWeight)]
         if mutated:
             return _write_through(func, args, kwargs, mutated)
@@ -129,25 +129,25 @@ class SparseWeight(Tensor):
         dense_kwargs = {k: _replace_tensors(operand, v, SparseWeight) for k, v in kwargs.items()}
         return func(*dense_args, **dense_kwargs)
 
-    def kept_values(self) -> Tensor:
-        """Return the kept values in the weight's dtype.
+    def unpruned_values(self) -> Tensor:
+        """Return the unpruned values in the weight's dtype.
 
         Raises:
             RuntimeError: if they changed in place since this weight was read.
         """
         self.check_unchanged()
-        return self.kept.to(self.dtype)
+        return self.stored_values.to(self.dtype)
 
     def dense(self) -> Tensor:
         """Return a new plain tensor with this weight's entries, shape and strides.
 
         Raises:
-            RuntimeError: if the kept values changed in place since this weight was read.
+            RuntimeError: if the unpruned values changed in place since this weight was read.
         """
         return self._strided(self._dense_base())
 
     def operand(self) -> Tensor:
-        """Return a plain tensor to compute with, which may be the resident copy; not to be kept.
+        """Return a plain tensor to compute with at once, which may be the resident copy.
 
         Raises:
             RuntimeError: as :meth:`dense`.
@@ -155,7 +155,7 @@ class SparseWeight(Tensor):
         if self.dense_copy is None:
             return self.dense()
         self.check_unchanged()
-        return self._strided(self.dense_copy.filled(self.kept, self.entries))
+        return self._strided(self.dense_copy.filled(self.stored_values, self.sparse_layout))
 
     @property
     def dense_copy(self) -> DenseCopy | None:
@@ -165,23 +165,23 @@ class SparseWeight(Tensor):
 
     @property
     def backend(self) -> Backend:
-        """Whether products use the kept values, a dense weight, or what is faster."""
+        """Whether products use the unpruned values, a dense weight, or the faster of these."""
         return self._read.backend
 
     def check_unchanged(self) -> None:
-        """Check that the kept values are still those that were read.
+        """Check that the unpruned values are still those that were read.
 
         Raises:
             RuntimeError: if they changed in place since then.
         """
-        check_unchanged(self.kept, self._read.version, self.entries)
+        check_unchanged(self.stored_values, self._read.version, self.sparse_layout)
 
     def has_whole_rows(self) -> bool:
         """Return whether this is a matrix of whole rows of the stored tensor, in their order."""
         if self.source is not None:
-            return len(self.entries.shape) == 2
-        rows = self.entries.shape[:1].numel()
-        columns = row_length(self.entries.shape)
+            return len(self.sparse_layout.shape) == 2
+        rows = self.sparse_layout.shape[:1].numel()
+        columns = row_length(self.sparse_layout.shape)
         return (
             self.size() == (rows, columns)
             and self.stride() == (columns, 1)
@@ -190,10 +190,10 @@ class SparseWeight(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The parameter's gradient, with the dense shape; writes to it are kept."""
+        """The parameter's gradient, with the dense shape; writes to it reach the parameter's."""
         if self.parameter is None or self.retains_grad:
-            own: Tensor | None = _tensors.grad.__get__(self)
-            return own
+            retained: Tensor | None = _tensors.grad.__get__(self)
+            return retained
         gradient = self.parameter.grad
         return None if gradient is None else self._with(gradient)
 
@@ -202,9 +202,9 @@ class SparseWeight(Tensor):
         if self.parameter is None or self.retains_grad:
             _tensors.grad.__set__(self, gradient)
         else:
-            dtype = self.parameter.dtype
-            kept = None if gradient is None else self.entries.compress(gradient).to(dtype)
-            self.parameter.grad = kept
+            if gradient is not None:
+                gradient = self.sparse_layout.compress(gradient).to(self.parameter.dtype)
+            self.parameter.grad = gradient
 
     @property
     def requires_grad(self) -> bool:
@@ -229,8 +229,8 @@ class SparseWeight(Tensor):
         """This tensor without its autograd history; autograd does not see writes to it."""
         detached = self.detach()
         assert isinstance(detached, SparseWeight)
-        detached.kept = self.kept.data
-        detached._read = _Read(version_of(detached.kept), self.backend)
+        detached.stored_values = self.stored_values.data
+        detached._read = _Read(version_of(detached.stored_values), self.backend)
         return detached
 
     @data.setter
@@ -256,14 +256,14 @@ class SparseWeight(Tensor):
             return _tensors.register_hook(self, hook)
 
         def compressed(gradient: Tensor) -> Tensor | None:
-            positions = self.entries.positions()
-            changed = hook(reference.scatter(gradient, positions, self.entries.shape))
+            positions = self.sparse_layout.positions()
+            changed = hook(reference.scatter(gradient, positions, self.sparse_layout.shape))
             return None if changed is None else reference.gather(changed, positions)
 
         return _tensors.register_hook(self.parameter, compressed)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], None]) -> Any:
-        """Call ``hook`` with the parameter, the vector of kept values, after accumulation.
+        """Call ``hook`` with the parameter, the vector of unpruned values, after accumulation.
 
         Returns:
             A handle with a method ``remove()``.
@@ -289,33 +289,33 @@ class SparseWeight(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return (
             f"SparseWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"kept={self.entries.nnz} of {self.entries.shape.numel()})"
+            f"nnz={self.sparse_layout.nnz} of {self.sparse_layout.shape.numel()})"
         )
 
     def _dense_base(self) -> Tensor:
         """Return the dense tensor of the layout's shape that this weight is a view of."""
-        return self.entries.densify(self.kept_values())
+        return self.sparse_layout.densify(self.unpruned_values())
 
     def _strided(self, base: Tensor) -> Tensor:
         return base.as_strided(self.size(), self.stride(), self.storage_offset())
 
     def _geometry(self, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.dtype
-        return self._strided(torch.empty(self.entries.shape, dtype=dtype, device="meta"))
+        return self._strided(torch.empty(self.sparse_layout.shape, dtype=dtype, device="meta"))
 
     def _viewed(self, geometry: Tensor) -> SparseWeight:
-        view = type(self)(self.kept, self.entries, geometry, self._dense_copy)
+        view = type(self)(self.stored_values, self.sparse_layout, geometry, self._dense_copy)
         view._read = self._read
         return view
 
     def _with(self, values: Tensor) -> SparseWeight:
-        return type(self)(values, self.entries, self._geometry())
+        return type(self)(values, self.sparse_layout, self._geometry())
 
     def _same_entries(self, other: Any) -> bool:
-        """Return whether the sum with ``other`` has the same kept entries as both."""
+        """Return whether the sum with ``other`` has the same layout as both."""
         return (
             isinstance(other, SparseWeight)
-            and other.entries is self.entries
+            and other.sparse_layout is self.sparse_layout
             and other.dtype == self.dtype
             and (other.size(), other.stride(), other.storage_offset())
             == (self.size(), self.stride(), self.storage_offset())
@@ -329,11 +329,12 @@ class SparseWeight(Tensor):
     ) -> SparseWeight:
         device = device or self.device
         dtype = dtype or self.dtype
-        if self._dense_copy is not None and device == self.device and self.kept.dtype == self.dtype:
+        in_dtype = self.stored_values.dtype == self.dtype
+        if self._dense_copy is not None and device == self.device and in_dtype:
             # The resident copy casts the values when it is filled.
             return self._viewed(self._geometry(dtype))
-        values = self.kept_values().to(device, dtype, non_blocking=non_blocking, copy=True)
-        converted = type(self)(values, self.entries.to(device), self._geometry(dtype))
+        values = self.unpruned_values().to(device, dtype, non_blocking=non_blocking, copy=True)
+        converted = type(self)(values, self.sparse_layout.to(device), self._geometry(dtype))
         converted._read.backend = self.backend
         return converted
 
@@ -344,23 +345,23 @@ def sparse_weight(
     form: DenseForm | None = None,
     kind: type[SparseWeight] = SparseWeight,
 ) -> Tensor:
-    """Return the dense-shaped weight whose kept entries are ``values``, differentiable in them.
+    """Return the dense-shaped weight whose unpruned entries are ``values``, differentiable in them.
 
-    Its gradient is compressed to the kept entries as soon as it is complete. torch.compile cannot
-    trace a tensor subclass into its operators: it gets a dense tensor, which the backward pass
-    makes again, so that it is not saved either. Forward-mode differentiation and
+    Its gradient is compressed to the unpruned entries as soon as it is complete. torch.compile
+    cannot trace a tensor subclass into its operators: it gets a dense tensor, which the backward
+    pass materializes again, so that it is not saved either. Forward-mode differentiation and
     ``torch.jit.trace`` get a plain dense tensor.
 
     Args:
-        values: kept values, shape ``(layout.nnz,)``, floating.
-        layout: the kept entries.
+        values: unpruned values, shape ``(layout.nnz,)``, floating.
+        layout: the positions of the values.
         form: the weight's dtype and resident copy; None: the dtype of ``values`` and no copy.
         kind: the class of the weight.
     """
     form = form or DenseForm(values.dtype)
 
-    def scattered(kept: Tensor) -> Tensor:
-        return reference.scatter(kept, layout.positions(), layout.shape)
+    def scattered(values: Tensor) -> Tensor:
+        return reference.scatter(values, layout.positions(), layout.shape)
 
     if torch.compiler.is_compiling():
         dense: Tensor = checkpoint(scattered, values.to(form.dtype), use_reentrant=False)
@@ -378,7 +379,7 @@ def sparse_weight(
 
 
 class _Expand(torch.autograd.Function):
-    """Kept values to a sparse weight; backward, the weight's gradient to that of the values."""
+    """The sparse weight as a function of its unpruned values."""
 
     @staticmethod
     def forward(
@@ -405,20 +406,20 @@ class _Expand(torch.autograd.Function):
         form: DenseForm,
         kind: type[SparseWeight],
     ) -> tuple[Tensor, int | None]:
-        """Stay sparse for one set of values; make several sets dense together."""
+        """Stay sparse for one set of values; materialize several sets together."""
         if in_dims[0] is None:
             return sparse_weight(
                 values, layout, DenseForm(form.dtype, backend=form.backend), kind
             ), None
-        weights = torch.vmap(lambda one: reference.scatter(one, layout.positions(), layout.shape))
+        weights = torch.vmap(lambda v: reference.scatter(v, layout.positions(), layout.shape))
         return weights(values.movedim(in_dims[0], 0).to(form.dtype)), 0
 
 
 def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
-    """Return the kept entries of a gradient: dense, sparse COO (``nn.Embedding``), SparseWeight."""
+    """Return the unpruned entries of a gradient: dense, COO (``nn.Embedding``) or SparseWeight."""
     if isinstance(gradient, SparseWeight):
-        if gradient.entries is layout and gradient.is_contiguous():
-            return gradient.kept_values()
+        if gradient.sparse_layout is layout and gradient.is_contiguous():
+            return gradient.unpruned_values()
         gradient = gradient.dense()
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     if backward_transformed(gradient):
@@ -427,9 +428,9 @@ def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
 
 
 def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
-    """Check that kept values are still those that the forward pass read.
+    """Check that unpruned values have not changed since the forward pass read them.
 
-    Autograd checks the versions of the tensors it saves. Kept values are not saved, because the
+    Autograd checks the versions of the tensors it saves. Unpruned values are not saved, because the
     parameter stays in memory anyway.
 
     Raises:
@@ -437,9 +438,9 @@ def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
     """
     if version_of(values) != version:
         raise RuntimeError(
-            f"The kept values of a sparse weight of shape {tuple(layout.shape)} were changed in "
-            "place after the forward pass that read it and before the backward pass that needs it "
-            "again. Step the optimizer, load weights or change them only after backward."
+            f"The unpruned values of a sparse weight of shape {tuple(layout.shape)} were changed "
+            "in place after the forward pass that read it and before the backward pass that needs "
+            "it again. Step the optimizer, load weights or change them only after backward."
             + see("sparse-storage")
         )
 
@@ -450,7 +451,7 @@ def _write_through(
     kwargs: Mapping[str, Any],
     mutated: Sequence[SparseWeight],
 ) -> Any:
-    """Run an in-place operator on dense copies and store what it wrote to the kept entries."""
+    """Run an in-place operator on dense copies, and store their unpruned entries."""
     bases = {id(weight): weight._dense_base() for weight in mutated}
     copies = {id(weight): weight._strided(bases[id(weight)]) for weight in mutated}
 
@@ -460,10 +461,11 @@ def _write_through(
     dense_kwargs = {k: _replace_tensors(dense, v, SparseWeight) for k, v in kwargs.items()}
     result = func(*_replace_tensors(dense, args, SparseWeight), **dense_kwargs)
     for weight in mutated:
-        weight.kept.copy_(weight.entries.compress(bases[id(weight)]))
-        if not weight.kept.is_inference():  # operators run inside dispatch count no version
-            increment_version(weight.kept)
-        weight._read.version = version_of(weight.kept)
+        weight.stored_values.copy_(weight.sparse_layout.compress(bases[id(weight)]))
+        # Operators that run inside dispatch count no version.
+        if not weight.stored_values.is_inference():
+            increment_version(weight.stored_values)
+        weight._read.version = version_of(weight.stored_values)
         if weight._dense_copy is not None:
             weight._dense_copy.invalidate()
     originals = {id(copies[id(weight)]): weight for weight in mutated}

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -26,11 +26,12 @@ from torch import Tensor, nn
 
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import loops_of, progress_of
-from lightning_axosparse.strategy.launcher.pickling import fingerprint, survives
+from lightning_axosparse.strategy.launcher.pickling import fingerprint, names_of, survives
 from lightning_axosparse.support.torch_internals import swap_values, tree_map_only
 from lightning_axosparse.support.troubleshooting import see
 
-_TRAINER_ATTRIBUTES = frozenset({"state", "should_stop", "callbacks", "datamodule"})
+_TRAINER_ATTRIBUTES = ("state", "should_stop", "callbacks", "datamodule")
+_METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _STRATEGY_ATTRIBUTES = frozenset({"regridded"})
 _LIBRARIES = ("lightning.", "lightning_axosparse.", "torch.", "torchmetrics.")
 # Attributes of every module whose content, such as hooks, belongs to one process.
@@ -49,32 +50,18 @@ class Changes:
     """What a call changed.
 
     Attributes:
-        requires_grad: by name, that of each parameter.
         attributes: by name of the object, the new values of its changed attributes.
-        deleted: by name of the object, the attributes that it no longer has.
-        metrics: the trainer's callback, logged and progress bar metrics.
         lost: changed attributes of the user's objects that cannot be pickled.
     """
 
-    requires_grad: dict[str, bool]
     attributes: dict[str, dict[str, Any]]
-    deleted: dict[str, list[str]]
-    metrics: list[dict[str, Any]]
     lost: list[str]
 
     def apply(self, known: Mapping[str, Any]) -> None:
         """Make the same changes to the objects of ``known``, which have the same names."""
-        for name, requires_grad in self.requires_grad.items():
-            known[name].requires_grad_(requires_grad)
         for name, attributes in self.attributes.items():
             for attribute, value in attributes.items():
-                _assign(vars(known[name]), attribute, value)
-        for name, deleted in self.deleted.items():
-            for attribute in deleted:
-                vars(known[name]).pop(attribute, None)
-        for old, new in zip(_metrics(known["trainer"]), self.metrics, strict=True):
-            old.clear()
-            old.update(new)
+                _assign(known[name], attribute, value)
         if self.lost:
             rank_zero_warn(
                 f"The call has set {', '.join(self.lost)} on the rank that returns what it has "
@@ -90,7 +77,7 @@ class Snapshot:
     def __init__(self, known: Mapping[str, Any]) -> None:
         self._all = known
         self._types = {name: type(value) for name, value in known.items()}
-        self._before = self._fingerprints(known)
+        self._before = _fingerprints(known)
 
     @property
     def known(self) -> dict[str, Any]:
@@ -108,34 +95,24 @@ class Snapshot:
         known = self.known
         changed: dict[str, dict[str, Any]] = {}
         lost: list[str] = []
-        after = self._fingerprints(known)
-        for (name, attribute), now in after.items():
-            value = vars(known[name])[attribute]
+        for (name, attribute), now in _fingerprints(known).items():
             if now == self._before.get((name, attribute), b""):
                 continue
+            value = _returned_attributes(known[name])[attribute]
             if now is not None and survives(value, known):
                 changed.setdefault(name, {})[attribute] = value
-            elif _is_users(known[name]):
+            elif not type(known[name]).__module__.startswith(_LIBRARIES):
                 lost.append(f"{name}.{attribute} ({type(value).__name__})")
-        deleted: dict[str, list[str]] = {}
-        for name, attribute in self._before.keys() - after.keys():
-            if name in known:
-                deleted.setdefault(name, []).append(attribute)
-        requires_grad = {
-            name: value.requires_grad
-            for name, value in known.items()
-            if isinstance(value, nn.Parameter)
-        }
-        metrics = [tree_map_only(Tensor, Tensor.cpu, each) for each in _metrics(known["trainer"])]
-        return Changes(requires_grad, changed, deleted, metrics, lost)
+        return Changes(changed, lost)
 
-    @staticmethod
-    def _fingerprints(known: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
-        return {
-            (name, attribute): fingerprint(value, known)
-            for name, owner in known.items()
-            for attribute, value in _returned_attributes(owner).items()
-        }
+
+def _fingerprints(known: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
+    names = names_of(known)
+    return {
+        (name, attribute): fingerprint(value, names)
+        for name, owner in known.items()
+        for attribute, value in _returned_attributes(owner).items()
+    }
 
 
 def known_objects(trainer: Trainer, arguments: Iterable[Any]) -> dict[str, Any]:
@@ -159,38 +136,33 @@ def _returned_attributes(owner: Any) -> dict[str, Any]:
     """The attributes of ``owner`` that are returned to the caller when they change."""
     match owner:
         case Trainer():
-            return {name: vars(owner)[name] for name in _TRAINER_ATTRIBUTES}
+            metrics = {name: getattr(owner, name) for name in _METRICS}
+            own = {name: vars(owner)[name] for name in _TRAINER_ATTRIBUTES}
+            return own | cast(dict[str, Any], tree_map_only(Tensor, Tensor.cpu, metrics))
         case Strategy():
-            return {
-                name: value for name, value in vars(owner).items() if name in _STRATEGY_ATTRIBUTES
-            }
+            return {name: vars(owner)[name] for name in _STRATEGY_ATTRIBUTES & vars(owner).keys()}
         case nn.Module():
             return {k: v for k, v in vars(owner).items() if k not in _MODULE_INTERNALS}
+        case nn.Parameter():
+            return {"requires_grad": owner.requires_grad}
         case Callback() | Logger() | LightningDataModule():
             return vars(owner)
     return progress_of(owner)
 
 
-def _is_users(owner: Any) -> bool:
-    """Whether the user has written the class of an object, so that its attributes matter here."""
-    return not type(owner).__module__.startswith(_LIBRARIES)
-
-
-def _metrics(trainer: Trainer) -> list[dict[str, Any]]:
-    return [trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics]
-
-
-def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:
+def _assign(owner: Any, name: str, value: Any) -> None:
     """Set an attribute; update a list, dict or set in place, as the caller may refer to it."""
-    old: Any = attributes.get(name)
+    old: Any = getattr(owner, name, None)
     if type(old) is type(value) and isinstance(old, dict | set):
         old.clear()
         old.update(value)
     elif type(old) is type(value) and isinstance(old, list | deque):
         old.clear()
         old.extend(value)
+    elif isinstance(owner, nn.Parameter):
+        owner.requires_grad_(value)
     else:
-        attributes[name] = value
+        vars(owner)[name] = value
 
 
 @runtime_checkable

@@ -4,8 +4,8 @@ A rank is a fork that has run nothing yet: it is as fresh as a new Python, and s
 seconds of imports. What a call leaves in it (modules, settings, memory) ends with it.
 
 mpiexec starts a stub for each rank, which sends its environment and files to this server. The
-server forks, and is the parent of the rank: the rank gets the signals of the stub, the stub ends
-as the rank does, and if the stub is killed, so is the rank.
+server forks a guard for it, and the guard forks the rank, tells the stub how that has ended, and
+kills it if the stub is killed. Ranks do not need the server, which may end before them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import gc
 import importlib
 import marshal
 import os
-import selectors
+import select
 import signal
 import socket
 import struct
@@ -24,12 +24,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,6 +38,8 @@ IDLE_SECONDS = 600.0
 
 COLD = (sys.executable, "-m")
 """The command of a rank without a server, before the module that it runs."""
+
+_WORKER = "lightning_axosparse.strategy.launcher.worker"
 
 # What may be unlike in two calls without being read by any imported module.
 _OF_ONE_CALL = {
@@ -72,21 +71,17 @@ def prepare() -> ForkServer | None:
         return None
     with _lock:
         if _server is None or not _server.fits():
-            _let_go()
+            if _server is not None:
+                _server.end()
             _server = ForkServer()
         return _server
 
 
-@contextmanager
-def rank_command() -> Iterator[tuple[str, ...]]:
-    """The command that runs a module on a rank, inside the context."""
+def rank_command(folder: Path) -> list[str]:
+    """The command that runs the call of a folder on a rank."""
     server = prepare()
-    connection = None if server is None else server.connect()
-    if server is None or connection is None:
-        yield COLD
-        return
-    with connection:
-        yield server.command
+    address = "" if server is None else server.address
+    return [sys.executable, "-I", "-S", stub.__file__, str(folder), address, *COLD, _WORKER]
 
 
 @atexit.register
@@ -96,209 +91,119 @@ def close_ranks() -> None:
     It takes some hundred MB of memory and no time of a core. It ends by itself when no call has
     used it for ten minutes, and with this process. The call after that takes seconds to start.
     """
-    with _lock:
-        ended = _let_go()
-    if ended is not None:
-        ended.join()
-
-
-def _let_go() -> threading.Thread | None:
     global _server
-    ended = None if _server is None else _server.close()
-    _server = None
-    return ended
+    with _lock:
+        if _server is not None:
+            _server.end()
+        _server = None
 
 
 class ForkServer:
     """A process that forks ranks, as the process that has started it sees it."""
 
     def __init__(self) -> None:
-        self._settings = _settings()
+        self._caller, self._settings = os.getpid(), _settings()
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(b"")  # The system finds a name, which is no file.
             listener.listen(socket.SOMAXCONN)
-            self._address = listener.getsockname()
-            arguments = f"{listener.fileno()}, {os.getpid()}, {IDLE_SECONDS}"
-            code = _CODE.format(module=__name__, arguments=arguments)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code],
-                stdin=subprocess.PIPE,
+            self.address = listener.getsockname()[1:].decode()
+            """The name of its socket; connections wait until it has started."""
+            arguments = f"{listener.fileno()}, {self._caller}, {IDLE_SECONDS}"
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _CODE.format(module=__name__, arguments=arguments)],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env=environment(),
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
-        name = self._address[1:].decode()
-        self.command = (sys.executable, "-I", "-S", stub.__file__, name)
 
     def fits(self) -> bool:
         """Whether it runs, with the settings that a new one would have."""
-        return self._settings == _settings() and self._process.poll() is None
+        same = (self._caller, self._settings) == (os.getpid(), _settings())
+        return same and self.process.poll() is None
 
-    def connect(self) -> socket.socket | None:
-        """Wait until it is ready; it does not end before the connection is closed."""
-        connection = socket.socket(socket.AF_UNIX)
-        with suppress(OSError):
-            connection.connect(self._address)
-            if connection.recv(1):
-                return connection
-        connection.close()
-        return None
-
-    def close(self) -> threading.Thread:
-        """Let it end as soon as no call uses it; the returned thread waits for that."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        waiting = threading.Thread(target=self._process.wait, daemon=True)
-        waiting.start()
-        return waiting
+    def end(self) -> None:
+        """End it, unless it is that of the process from which this one was forked."""
+        if self._caller == os.getpid():
+            self.process.kill()
+            self.process.wait()
 
 
 def _settings() -> tuple[Any, ...]:
     """What a process has from its start on."""
     variables = {k: v for k, v in environment().items() if k not in _OF_ONE_CALL}
-    return os.getpid(), variables, Path("/proc/self/limits").read_text()
+    return variables, Path("/proc/self/limits").read_text()
 
 
-def serve(listener: int, caller: int, idle_seconds: float) -> None:
-    """Fork ranks until the caller ends, lets go of the server, or has not used it for long."""
-    importlib.import_module("lightning_axosparse.strategy.launcher.worker")
+def serve(listening: int, caller: int, idle_seconds: float) -> None:
+    """Fork ranks until the caller has ended, or has not used any for long."""
+    importlib.import_module(_WORKER)
     os.chdir("/")
     gc.collect()
     gc.freeze()  # A fork would copy every page of these objects to collect garbage.
     gc.enable()
-    _Server(socket.socket(fileno=listener), caller).run(idle_seconds)
-
-
-@dataclass
-class _Rank:
-    """A process that is a rank, its file for waiting, and how it has ended; None if it runs."""
-
-    pid: int
-    file: int
-    code: int | None = None
-
-
-class _Server:
-    """The loop of the server: it waits for connections, their ends and the ends of ranks."""
-
-    def __init__(self, listener: socket.socket, caller: int) -> None:
-        self._listener = listener
-        self._selector = selectors.DefaultSelector()
-        self._ranks = dict[socket.socket, _Rank | None]()  # None: the connection of a call
-        self._ended: list[int] = []
-        self._leaves = False
-        self._on_event(listener, self._accept)
-        for file in (sys.stdin.fileno(), os.pidfd_open(caller)):
-            self._on_event(file, partial(self._leave, file))
-
-    def run(self, idle_seconds: float) -> None:
-        """Answer until there is nothing to do."""
-        while self._ranks or not self._leaves:
-            events = self._selector.select(None if self._ranks else idle_seconds)
-            if not events:
-                return
-            key, _ = events[0]  # The others may be of files that it closes.
-            key.data()
-
-    def _on_event(self, file: Any, act: Callable[[], None]) -> None:
-        self._selector.register(file, selectors.EVENT_READ, act)
-
-    def _leave(self, file: int) -> None:
-        self._selector.unregister(file)
-        self._leaves = True
-
-    def _accept(self) -> None:
-        connection, _ = self._listener.accept()
-        if stub.user_of(connection) != os.getuid():
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for guards.
+    listener, caller_ends = socket.socket(fileno=listening), os.pidfd_open(caller)
+    while True:
+        ready, _, _ = select.select([listening, caller_ends], [], [], idle_seconds)
+        if caller_ends in ready or not (ready or _has_children()):
+            return
+        if ready:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                os.close(caller_ends)
+                _guard(connection)
             connection.close()
-            return
-        self._ranks[connection] = None
-        self._on_event(connection, partial(self._read, connection))
-        with suppress(OSError):
-            connection.send(b".")
 
-    def _read(self, connection: socket.socket) -> None:
-        request = _receive(connection)
-        if request is None:
-            self._disconnect(connection)
-            return
-        pid = os.fork()
-        if pid == 0:
-            self._run_rank(request)
-        for file in request["files"]:
-            os.close(file)
-        with suppress(OSError):  # It may have done so itself.
-            os.setpgid(pid, pid)
-        self._ranks[connection] = rank = _Rank(pid, os.pidfd_open(pid))
-        self._on_event(rank.file, partial(self._report_end, connection, rank))
-        _send(connection, pid)
 
-    def _run_rank(self, request: dict[str, Any]) -> NoReturn:
-        """Run ``main`` of a module in this fork, as a Python that the stub starts would do."""
-        try:
-            for key in self._selector.get_map().values():
-                if isinstance(key.fileobj, int):
-                    os.close(key.fd)
-                else:
-                    cast(socket.socket, key.fileobj).close()
-            self._selector.close()
-            _take_place_of_stub(**request)
-            sys.argv = [request["module"], *request["arguments"]]
-            importlib.import_module(request["module"]).main(*request["arguments"])
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        sys.exit()
+def _has_children() -> bool:
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return False
+    return True
 
-    def _report_end(self, connection: socket.socket, rank: _Rank) -> None:
-        """Tell the stub how its rank has ended."""
-        self._selector.unregister(rank.file)
-        end = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
-        assert end is not None
-        rank.code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-        _send(connection, rank.code)
 
-    def _disconnect(self, connection: socket.socket) -> None:
-        """Forget a call, or a stub and its rank, which ends with it."""
-        self._selector.unregister(connection)
+def _guard(connection: socket.socket) -> NoReturn:
+    """Fork the rank that a stub asks for, and keep watch over it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if stub.user_of(connection) != os.getuid():
+        os._exit(1)
+    head, files, *_ = socket.recv_fds(connection, 8, 4)
+    request = marshal.loads(connection.recv(struct.unpack("q", head)[0], socket.MSG_WAITALL))
+    rank = os.fork()
+    if rank == 0:
         connection.close()
-        if rank := self._ranks.pop(connection):
-            if rank.code is None:
-                self._selector.unregister(rank.file)
-            if rank.code != 0:
-                os.killpg(rank.pid, signal.SIGKILL)  # and what it has started
-            os.close(rank.file)
-            self._ended.append(rank.pid)
-        if None not in self._ranks.values():  # Until then the launcher looks at how ranks ended.
-            while self._ended:
-                os.waitpid(self._ended.pop(), 0)
+        _run_rank(request, files)
+    for file in files:
+        os.close(file)
+    with suppress(OSError):  # It may have done so itself.
+        os.setpgid(rank, rank)
+    call, name, _ = request["arguments"]
+    stub.keep_watch(rank, connection, call, name)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """What a stub asks for; None if it, or a call, has ended."""
-    with suppress(OSError):
-        head, files, *_ = socket.recv_fds(connection, 8, 4)
-        if len(head) == 8:
-            size = struct.unpack("q", head)[0]
-            body = connection.recv(size, socket.MSG_WAITALL)
-            if len(body) == size:
-                return {**marshal.loads(body), "files": files}
-    return None
-
-
-def _send(connection: socket.socket, number: int) -> None:
-    with suppress(OSError):  # The stub was killed.
-        connection.send(struct.pack("q", number))
+def _run_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
+    """Run the worker in this fork, as a Python that the stub starts would do."""
+    try:
+        _take_place_of_stub(files, **request)
+        sys.argv = [_WORKER, *request["arguments"]]
+        importlib.import_module(_WORKER).main(*request["arguments"])
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.exit()
 
 
 def _take_place_of_stub(
+    files: list[int],
     environment: dict[str, str],
     folder: str,
     umask: int,
     cores: tuple[int, ...],
-    files: list[int],
     **_: Any,
 ) -> None:
     """Set what a process inherits to what the stub has inherited."""

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from lightning.pytorch import Trainer
@@ -22,32 +22,15 @@ from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import fork_server, mpiexec
-from lightning_axosparse.strategy.launcher.call import (
-    Call,
-    CallFolder,
-    CallResult,
-    MainModule,
-    ProcessState,
-    SavedCheckpoint,
-    noted_checkpoints,
-    resumed_from,
-)
+from lightning_axosparse.strategy.launcher.call import Call, ProcessState, origin_of_main
 from lightning_axosparse.strategy.launcher.changes import read
-from lightning_axosparse.strategy.launcher.mpiexec import RankMonitor, describe_failure
+from lightning_axosparse.strategy.launcher.failure import RankFailedError, error_of
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
+from lightning_axosparse.strategy.launcher.restart import Note, begun_again, noted_checkpoints
+from lightning_axosparse.support.files import temporary_folder
 from lightning_axosparse.support.troubleshooting import see, without_link
 
-_WORKER = "lightning_axosparse.strategy.launcher.worker"
 _SEE = see("failing-and-waiting-ranks")
-
-
-class RankFailedError(RuntimeError):
-    """A rank failed and ended the job.
-
-    The message names the rank, its stage and its replica and has its traceback; ``__cause__`` is
-    the exception that it raised. If the rank was killed, the message says what it did then; if
-    ranks wait for one another, what each does.
-    """
 
 
 @runtime_checkable
@@ -64,6 +47,10 @@ class MPILauncher(_Launcher):
     The call and all objects that it refers to are copied to every rank. Afterwards the weights of
     all ranks, and rank 0's metrics, progress and the changed attributes of the module, the
     callbacks, the loggers and the datamodule are written into the caller's own objects.
+
+    The files of a call are in a temporary folder. The caller writes ``call``; rank 0 ``result`` and
+    ``checkpoints``; each rank ``status-STUB``, ``weights-RANK``, and ``done-STUB`` or
+    ``failure-STUB``; and the stub of a rank that has written none of both ``ended-STUB``.
     """
 
     def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:
@@ -90,7 +77,8 @@ class MPILauncher(_Launcher):
         """Call ``function(*args, **kwargs)`` on every rank and return the result of rank 0.
 
         Raises:
-            RankFailedError: if a rank raised an exception or died.
+            Exception: what a rank has raised, if it can be pickled.
+            RankFailedError: if a rank has ended in another way.
             MisconfigurationException: if there is no MPI, or the call cannot be pickled.
         """
         check_can_start(self._processes)
@@ -99,46 +87,43 @@ class MPILauncher(_Launcher):
                 if isinstance(part, ValidatesFit):
                     part.validate_fit(trainer)
             restore_handlers_in_teardown(trainer)
-        call = Call(
-            function,
-            args,
-            kwargs,
-            trainer,
-            ProcessState.of_this_process(),
-            MainModule.of_this_process(),
-        )
+        state = ProcessState.of_this_process()
+        call = Call(function, args, kwargs, trainer, state, origin_of_main())
+        saved: list[Note] = []
         with _terminate_ranks_first():
-            restart, saved = 0, list[SavedCheckpoint]()
-            while True:
+            for restart in range(1, self._restarts + 1):
                 try:
-                    return self._attempt(call)
-                except _RankLost as lost:
-                    restart += 1
-                    if restart > self._restarts:
-                        raise lost.error from None
-                    saved = [*lost.saved, *saved]
-                    which = f"Restart {restart} of {self._restarts}"
-                    call = _restarted(call, lost.error, saved, which)
+                    return self._attempt(call, saved)
+                except RankFailedError as error:
+                    if not error.lost:
+                        raise
+                    call, where = begun_again(call, saved)
+                    which = f"Restart {restart} of {self._restarts}: from {where}."
+                    rank_zero_warn(f"{without_link(error)}. {which}" + _SEE)
+            return self._attempt(call, saved)
 
-    def _attempt(self, call: Call) -> Any:
-        """Run a call on ranks, and return the result of rank 0."""
+    def _attempt(self, call: Call, saved: list[Note]) -> Any:
+        """Run a call on ranks, and return the result of rank 0; add what it has saved."""
         known = call.known_objects
-        with CallFolder.temporary() as folder:
-            self._write(call, folder)
+        with temporary_folder() as folder:
+            self._write(call, folder / "call")
             self.ranks_failed = True
-            self._run(folder)
-            result: CallResult = load(folder.result, known)
-            result.state.restore()
+            try:
+                self._run(folder)
+            finally:
+                saved += noted_checkpoints(folder / "checkpoints")
+            value, changes, state = load(folder / "result", known)
+            state.restore()
             if call.trainer is not None:
-                result.changes.apply(known)
+                changes.apply(known)
                 self._read_weights(call.trainer, folder)
         self.ranks_failed = False
-        return result.value
+        return value
 
-    def _read_weights(self, trainer: Trainer, folder: CallFolder) -> None:
+    def _read_weights(self, trainer: Trainer, folder: Path) -> None:
         if trainer.lightning_module is not None:
             for rank in range(self._processes):
-                read(folder.weights(rank), trainer.lightning_module)
+                read(folder / f"weights-{rank}", trainer.lightning_module)
             trainer.strategy.connect(trainer.lightning_module)
 
     def kill(self, signum: int) -> None:
@@ -146,62 +131,30 @@ class MPILauncher(_Launcher):
         if self._mpiexec is not None and self._mpiexec.poll() is None:
             self._mpiexec.send_signal(signum)
 
-    def _write(self, call: Call, folder: CallFolder) -> None:
+    def _write(self, call: Call, file: Path) -> None:
         self._strategy._launcher = None  # The ranks call the function themselves.
         try:
-            save(call, folder.call)
+            save(call, file)
         except Exception as error:
             raise _unpicklable(call, error) from error
         finally:
             self._strategy._launcher = self
 
-    def _run(self, folder: CallFolder) -> None:
+    def _run(self, folder: Path) -> None:
         """Run the worker on every rank, until all have ended."""
         outputs = [mpiexec.Output(sys.stdout), mpiexec.Output(sys.stderr)]
-        with fork_server.rank_command() as python:
-            command = [*python, _WORKER, str(folder.path)]
-            self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
-            with RankMonitor(folder, self._processes, process) as monitor:
-                try:
-                    mpiexec.relay(process, outputs)
-                    code = process.wait()
-                except BaseException as interruption:
-                    terminated = isinstance(interruption, _Terminated)
-                    signum = signal.SIGTERM if terminated else signal.SIGINT
-                    mpiexec.stop(process, signum, lambda: monitor.ranks_leave)
-                    raise
-                finally:
-                    self._mpiexec = None
-        if code != 0 or not folder.result.exists():
-            code = 0 if monitor.stopped_mpiexec else code
-            failure = describe_failure(folder.first_failure(), monitor.first, code)
-            error = RankFailedError(failure.message)
-            if failure.lost:
-                raise _RankLost(error, noted_checkpoints(folder.checkpoints))
-            raise error from failure.cause
-
-
-class _RankLost(Exception):
-    """A rank was killed."""
-
-    def __init__(self, error: RankFailedError, saved: Sequence[SavedCheckpoint]) -> None:
-        super().__init__(error, saved)
-        self.error, self.saved = error, saved
-
-
-def _restarted(
-    call: Call, lost: RankFailedError, saved: Sequence[SavedCheckpoint], which: str
-) -> Call:
-    """The call that goes on from the newest whole checkpoint of its run; says so."""
-    newest = next((each for each in saved if each.is_whole), None)
-    where = "where it had begun, as it has saved no whole checkpoint"
-    if newest is not None and call.trainer is not None and call.trainer.training:
-        newest.keep_folders(call.trainer)
-        call = replace(call, args=resumed_from(newest.path, call.function, call.args))
-        where = f"'{newest.path}'"
-    reason = without_link(lost)
-    rank_zero_warn(f"{reason}. {which}: from {where}." + _SEE)
-    return call
+        command = fork_server.rank_command(folder)
+        self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
+        try:
+            code = mpiexec.wait(process, outputs, folder)
+        except BaseException as interruption:
+            terminated = isinstance(interruption, _Terminated)
+            mpiexec.stop(process, signal.SIGTERM if terminated else signal.SIGINT, folder)
+            raise
+        finally:
+            self._mpiexec = None
+        if code != 0 or not (folder / "result").exists():
+            raise error_of(folder, code)
 
 
 class _Terminated(SystemExit):

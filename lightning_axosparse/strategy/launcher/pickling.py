@@ -9,14 +9,16 @@ does for the hyperparameters in a checkpoint, jsonargparse for the classes in a 
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
+import importlib
 import io
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
-from typing import Any
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, BinaryIO
 
 import cloudpickle
 import torch
@@ -24,58 +26,57 @@ import torch
 _PROTOCOL = 5
 
 
-def save(value: Any, path: Path, known: Mapping[str, Any] | None = None) -> None:
-    """Write ``value`` to ``path``, and the objects of ``known`` as their names."""
-    names = _names(known or {})
+def save(value: Any, file: Path | BinaryIO, known: Mapping[str, Any] | None = None) -> None:
+    """Write ``value`` to a file, and the objects of ``known`` as their names."""
 
     class Pickler(_Pickler):
-        known_names = names
+        names = names_of(known or {})
 
     module = SimpleNamespace(__name__="pickle", Pickler=Pickler)
-    torch.save(value, path, pickle_module=module, pickle_protocol=_PROTOCOL)
+    torch.save(value, file, pickle_module=module, pickle_protocol=_PROTOCOL)
 
 
-def load(path: Path, known: Mapping[str, Any] | None = None) -> Any:
+def load(file: Path | BinaryIO, known: Mapping[str, Any] | None = None) -> Any:
     """Read what :func:`save` wrote; names become the objects of ``known``.
 
-    Tensors are mapped from the file, copy-on-write.
+    Tensors of a path are mapped from the file, copy-on-write.
     """
-    unpickler = _unpickler(known or {})
-    module = SimpleNamespace(__name__="pickle", Unpickler=unpickler, load=pickle.load)
-    return torch.load(path, pickle_module=module, weights_only=False, mmap=True)
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) == (_known.__module__, _known.__qualname__):
+                return (known or {}).__getitem__
+            return super().find_class(module, name)
+
+    module = SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
+    mapped = isinstance(file, Path)
+    return torch.load(file, pickle_module=module, weights_only=False, mmap=mapped)
 
 
-def fingerprint(value: Any, known: Mapping[str, Any]) -> bytes | None:
+def names_of(known: Mapping[str, Any]) -> dict[int, str]:
+    """The names of objects that both sides have, by their ``id``."""
+    return {id(value): name for name, value in known.items()}
+
+
+def fingerprint(value: Any, names: Mapping[int, str]) -> bytes | None:
     """A digest of the pickled value, or None if it cannot be pickled."""
-    sink = _Digest()
+    digest = hashlib.blake2b(digest_size=16)
+    pickler = _Pickler(SimpleNamespace(write=digest.update), protocol=_PROTOCOL)
+    pickler.names = names
     try:
-        _FingerprintPickler(sink, _names(known)).dump(value)
+        pickler.dump(value)
     except Exception:  # Objects may raise any exception.
         return None
-    return sink.digest()
+    return digest.digest()
 
 
 def survives(value: Any, known: Mapping[str, Any]) -> bool:
     """Whether a value can be pickled and unpickled; some can only be pickled."""
-    storages: list[Any] = []
-
-    class Pickler(_Pickler):
-        known_names = _names(known)
-
-        def persistent_id(self, value: Any) -> int | None:
-            if not isinstance(value, torch.TypedStorage | torch.UntypedStorage):
-                return None
-            storages.append(value)
-            return len(storages) - 1
-
-    class Unpickler(_unpickler(known)):  # type: ignore[misc]
-        def persistent_load(self, index: int) -> Any:
-            return storages[index]
-
     pickled = io.BytesIO()
     try:
-        Pickler(pickled, protocol=_PROTOCOL).dump(value)
-        Unpickler(io.BytesIO(pickled.getvalue())).load()
+        save(value, pickled, known)
+        pickled.seek(0)
+        load(pickled, known)
     except Exception:  # Objects may raise any exception.
         return False
     return True
@@ -88,19 +89,19 @@ def first_unpicklable(roots: Mapping[str, Any]) -> tuple[str, Any] | None:
     """
     for name, root in roots.items():
         others = {other: value for other, value in roots.items() if value is not root}
-        if found := _search(root, name, others, visited=set()):
+        if found := _search(root, name, names_of(others), visited=set()):
             return found
     return None
 
 
 def _search(
-    value: Any, path: str, known: Mapping[str, Any], visited: set[int]
+    value: Any, path: str, names: Mapping[int, str], visited: set[int]
 ) -> tuple[str, Any] | None:
-    if id(value) in visited or fingerprint(value, known) is not None:
+    if id(value) in visited or fingerprint(value, names) is not None:
         return None
     visited.add(id(value))
     for name, part in _parts(value):
-        if found := _search(part, path + name, known, visited):
+        if found := _search(part, path + name, names, visited):
             return found
     return path, value
 
@@ -115,13 +116,51 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
 
 
-def _names(known: Mapping[str, Any]) -> dict[int, str]:
-    return {id(value): name for name, value in known.items()}
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    names: Mapping[int, str] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if id(value) in self.names:
+            return _known, (self.names[id(value)],)
+        if _is_special_module(value):
+            return importlib.import_module, (value.__name__,)
+        if _is_initialized_by_python(value):
+            return copyreg.__newobj__, (type(value), *value.args), vars(value)  # type: ignore[attr-defined]
+        reduced = super().reducer_override(value)
+        if isinstance(reduced, tuple) and _is_of_main(value):
+            make, arguments, *rest = reduced
+            return (_define_in_main, (value.__name__, make, arguments), *rest)
+        return reduced
 
 
 def _known(name: str) -> Any:
     raise LookupError(
         f"{name!r} can only be loaded by lightning_axosparse.strategy.launcher.pickling.load."
+    )
+
+
+def _is_special_module(value: Any) -> bool:
+    """Whether it is an object that has put itself in the place of a module.
+
+    Code that names ``torch.backends.cudnn`` refers to one, which cloudpickle would copy.
+    """
+    return (
+        isinstance(value, ModuleType)
+        and type(value) is not ModuleType
+        and sys.modules.get(value.__name__) is value
+    )
+
+
+def _is_initialized_by_python(value: Any) -> bool:
+    """Whether it is an exception that is made anew without ``__init__`` of its class.
+
+    Pickle would give that ``args``, which need not be what it takes.
+    """
+    return (
+        isinstance(value, BaseException)
+        and isinstance(type(value).__init__, FunctionType)
+        and type(value).__reduce__ is BaseException.__reduce__
+        and type(value).__reduce_ex__ is BaseException.__reduce_ex__
     )
 
 
@@ -137,56 +176,3 @@ def _define_in_main(name: str, make: Callable[..., Any], arguments: tuple[Any, .
     value = make(*arguments)
     vars(sys.modules["__main__"]).setdefault(name, value)
     return value
-
-
-def _unpickler(known: Mapping[str, Any]) -> type[pickle.Unpickler]:
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if (module, name) == (_known.__module__, _known.__qualname__):
-                return known.__getitem__
-            return super().find_class(module, name)
-
-    return Unpickler
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    known_names: Mapping[int, str] = {}
-
-    def reducer_override(self, value: Any) -> Any:
-        if id(value) in self.known_names:
-            return _known, (self.known_names[id(value)],)
-        reduced = super().reducer_override(value)
-        if isinstance(reduced, tuple) and _is_of_main(value):
-            make, arguments, *rest = reduced
-            return (_define_in_main, (value.__name__, make, arguments), *rest)
-        return reduced
-
-
-class _FingerprintPickler(_Pickler):
-    """Pickles into a digest; the bytes of a tensor's storage are not copied."""
-
-    def __init__(self, sink: _Digest, known_names: Mapping[int, str]) -> None:
-        super().__init__(sink, protocol=_PROTOCOL)
-        self.known_names = known_names
-        self._sink = sink
-
-    def persistent_id(self, value: Any) -> Any:
-        if isinstance(value, torch.storage.TypedStorage):
-            value = value._untyped_storage
-        if not isinstance(value, torch.UntypedStorage):
-            return None
-        if value.device.type != "meta":
-            self._sink.write(torch.empty(0, dtype=torch.uint8).set_(value.cpu()).numpy())
-        return value.nbytes()
-
-
-class _Digest(io.RawIOBase):
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: Any) -> int:
-        self._hash.update(data)
-        return len(data)
-
-    def digest(self) -> bytes:
-        return self._hash.digest()

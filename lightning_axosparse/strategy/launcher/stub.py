@@ -1,57 +1,49 @@
-"""What mpiexec starts as a rank: asks the fork server for the process that is one.
+"""What mpiexec starts as a rank: has another process run the call, and ends as that does.
 
-``python -I -S stub.py ADDRESS MODULE FOLDER``, with nothing but the standard library, so that it
-starts at once. It ends as that process does, which ends with this one.
+``python -I -S stub.py FOLDER ADDRESS COMMAND...``, with nothing but the standard library, so that
+it starts at once. The process is a fork of the server at the address, or runs the command where
+there is no server. It gets the signals of the stub, and ends with it. A guard, which mpiexec does
+not know, is the parent of the process, and notes in the folder of the call how it has ended.
 """
 
 import ctypes
 import marshal
 import os
+import select
 import signal
 import socket
 import struct
 import sys
+import time
+from contextlib import suppress
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+_PARENT_ENDS = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
+_MOMENT = 0.2
+"""Seconds. The files of a process are closed before it ends, which lets mpiexec kill its stub."""
 
 
-def main(address: str, module: str, *arguments: str) -> None:
-    """Have ``module.main(*arguments, PARENT)`` run by a fork, and end as it does."""
-    end_with_parent()
-    server = socket.socket(socket.AF_UNIX)
-    server.connect(b"\0" + address.encode())
-    if user_of(server) != os.getuid() or not server.recv(1):
-        sys.exit("The process that starts ranks has ended.")
-    os.umask(umask := os.umask(0))
-    request = marshal.dumps(
-        {
-            "module": module,
-            "arguments": (*arguments, str(os.getppid())),
-            "environment": dict(os.environ),
-            "folder": os.getcwd(),
-            "umask": umask,
-            "cores": tuple(os.sched_getaffinity(0)),
-        }
-    )
-    files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
-    socket.send_fds(server, [struct.pack("q", len(request))], files)
-    server.sendall(request)
-    for file in files[3:]:
-        os.close(file)
-    process = _answer(server)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+def main(folder: str, address: str, *command: str) -> None:
+    """Have the call of a folder run, and end with its exit code."""
+    signal.signal(_PARENT_ENDS, lambda *_: _end_with_mpiexec(folder))
+    signal_when_parent_ends(_PARENT_ENDS)
+    arguments = [folder, str(os.getpid()), str(os.getppid())]
+    guard = _ask_server(address, arguments) or _start_guard([*command, *arguments], folder)
+    if "PMI_FD" in os.environ:
+        os.close(int(os.environ["PMI_FD"]))  # mpiexec sees it closed when the process has ended.
+    process = _receive(guard)
+    kept = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, _PARENT_ENDS}
+    for number in signal.valid_signals() - kept:
         signal.signal(number, lambda number, _: os.kill(process, number))
-    code = _answer(server)
-    if code >= 0:
-        os._exit(code)
-    if code != -signal.SIGKILL:
-        signal.signal(-code, signal.SIG_DFL)
-    os.kill(os.getpid(), -code)
+    code = _receive(guard)
+    os._exit(code if code >= 0 else 128 - code)
 
 
-def end_with_parent() -> None:
-    """Let Linux kill this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def signal_when_parent_ends(number: int) -> None:
+    """Let Linux send this process a signal when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def user_of(connection: socket.socket) -> int:
@@ -61,8 +53,108 @@ def user_of(connection: socket.socket) -> int:
     return int(sizes.unpack(peer)[1])
 
 
-def _answer(server: socket.socket) -> int:
-    data = server.recv(8, socket.MSG_WAITALL)
+def _ask_server(address: str, arguments: list[str]) -> socket.socket | None:
+    """Ask the server for a process; return the connection to its guard, if there is a server."""
+    if not address:
+        return None
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        server.connect(b"\0" + address.encode())
+    except OSError:
+        return None
+    if user_of(server) != os.getuid():
+        return None
+    os.umask(umask := os.umask(0))
+    request = marshal.dumps(
+        {
+            "arguments": arguments,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "umask": umask,
+            "cores": tuple(os.sched_getaffinity(0)),
+        }
+    )
+    files = [0, 1, 2, *(int(os.environ[name]) for name in ("PMI_FD",) if name in os.environ)]
+    socket.send_fds(server, [struct.pack("q", len(request))], files)
+    server.sendall(request)
+    return server
+
+
+def _start_guard(command: list[str], folder: str) -> socket.socket:
+    """Start a guard that starts a command; return the connection to it."""
+    ours, theirs = socket.socketpair()
+    name = str(os.getpid())
+    if os.fork() == 0:
+        ours.close()
+        os.setsid()
+        process = os.posix_spawn(command[0], command, os.environ, setpgroup=0)
+        if "PMI_FD" in os.environ:
+            os.close(int(os.environ["PMI_FD"]))
+        keep_watch(process, theirs, folder, name)
+    theirs.close()
+    return ours
+
+
+def keep_watch(process: int, stub: socket.socket, folder: str, name: str) -> NoReturn:
+    """Note how a process ends, tell that its stub, of this name, and end it with the stub."""
+    with suppress(OSError):  # The stub was killed.
+        _send(stub, process)
+    code = _wait(process, stub)
+    if code is None:
+        os.killpg(process, signal.SIGKILL)
+        os._exit(1)
+    if not any(os.path.exists(f"{folder}/{end}-{name}") for end in ("done", "failure")):
+        _note_end(folder, name, code)
+        code = code or 1  # With 0, mpiexec would let the other ranks wait for this one.
+    with suppress(OSError):
+        if code != 0:
+            os.killpg(process, signal.SIGKILL)  # what it has started
+    with suppress(OSError):
+        _send(stub, code)
+    os._exit(0)
+
+
+def _wait(process: int, stub: socket.socket) -> int | None:
+    """The exit code of a process, negative for a signal; None if its stub has ended before."""
+    wakeup, from_signal = os.pipe()
+    os.set_blocking(from_signal, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(from_signal)
+    stub_ended = False
+    while True:
+        ended, status = os.waitpid(process, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if stub_ended:
+            return None
+        ready, _, _ = select.select([stub.fileno(), wakeup], [], [])
+        if stub.fileno() in ready:
+            stub_ended = True
+            select.select([wakeup], [], [], _MOMENT)
+        else:
+            os.read(wakeup, 64)
+
+
+def _note_end(folder: str, name: str, code: int) -> None:
+    """Leave in the folder of the call when and how a process has ended."""
+    with suppress(OSError):  # The caller has ended, too, and has removed the folder.
+        partial = f"{folder}/partial-end-{os.getpid()}"
+        with open(partial, "w") as file:
+            file.write(f"{time.time()} {code}")
+        os.rename(partial, f"{folder}/ended-{name}")
+
+
+def _end_with_mpiexec(folder: str) -> NoReturn:
+    _note_end(folder, "mpiexec", -signal.SIGKILL)
+    os._exit(1)
+
+
+def _send(connection: socket.socket, number: int) -> None:
+    connection.send(struct.pack("q", number))
+
+
+def _receive(connection: socket.socket) -> int:
+    data = connection.recv(8, socket.MSG_WAITALL)
     return int(struct.unpack("q", data)[0]) if len(data) == 8 else -signal.SIGKILL
 
 

@@ -1,10 +1,11 @@
 """Runs a launched call on one rank.
 
-``python -m lightning_axosparse.strategy.launcher.worker FOLDER``
+``python -m lightning_axosparse.strategy.launcher.worker FOLDER STUB PARENT``
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import shutil
@@ -24,32 +25,31 @@ from lightning_axosparse.distributed.mpi.mpich import unlink_segments
 from lightning_axosparse.distributed.rank_status import mark_finished, publish, this_rank
 from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
 from lightning_axosparse.strategy.compat.lockstep import cause_of, save_together
-from lightning_axosparse.strategy.launcher.call import (
-    Call,
-    CallFolder,
-    CallResult,
-    Failure,
-    ProcessState,
-    note_checkpoints_in,
-)
+from lightning_axosparse.strategy.launcher.call import Call, ProcessState
 from lightning_axosparse.strategy.launcher.changes import ReturnsShard, Snapshot, returned_by, write
+from lightning_axosparse.strategy.launcher.failure import Report
 from lightning_axosparse.strategy.launcher.pickling import load, save
-from lightning_axosparse.strategy.launcher.stub import end_with_parent
-from lightning_axosparse.support.files import keep_sockets_in
+from lightning_axosparse.strategy.launcher.restart import note_checkpoints_in
+from lightning_axosparse.strategy.launcher.stub import signal_when_parent_ends
+from lightning_axosparse.support.files import LOCK, keep_sockets_in
 
 
-def main(path: str, parent: str = "0") -> None:
+def main(path: str, stub: str, parent: str) -> None:
     """Run the call of a folder as the rank that MPI says this process is.
 
-    ``parent`` is the process that mpiexec has started it from, if that is not its own parent.
+    Args:
+        path: of the folder.
+        stub: the process ID of what mpiexec has started in the place of this process.
+        parent: that of the process that has started the stub.
     """
-    folder = CallFolder(Path(path))
+    folder = Path(path)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Write whole lines, as on a terminal, so that the lines of ranks do not mix. That is not
         # the default in a pipe, nor where Python runs unbuffered.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
-    _end_with_caller(folder)
-    keep_sockets_in(folder.path)
+    threading.Thread(target=_end_with_caller, args=[folder], daemon=True).start()
+    signal_when_parent_ends(signal.SIGKILL)
+    keep_sockets_in(folder)
     world = world_communicator()
     this_rank().rank = world.rank
     call: Call | None = None
@@ -60,22 +60,23 @@ def main(path: str, parent: str = "0") -> None:
         unlink_segments(world)
         # Until the strategy sets its rank, every process would be rank zero for Lightning.
         vars(rank_zero_only).update(rank=world.rank)
-        publish(world.rank, folder.status(world.rank), int(parent))
+        publish(world.rank, folder / f"status-{stub}", int(parent))
         if world.rank == 0:
-            note_checkpoints_in(folder.checkpoints)
-        watchdog.before_abort.append(partial(_report, folder))
+            note_checkpoints_in(folder / "checkpoints")
+        watchdog.before_abort.append(partial(_report, folder, stub))
         # In place of this module, whose names the caller's may have, too.
         sys.modules["__main__"] = ModuleType("__main__")
-        call = cast(Call, load(folder.call))
+        call = cast(Call, load(folder / "call"))
         check_connected()
         call.state.restore()
-        call.main.restore()
+        vars(sys.modules["__main__"]).update(call.main)
         _run(call, folder, world.rank)
         mark_finished()
+        (folder / f"done-{stub}").touch()
     except BaseException as exception:
         try:
             sys.stdout.flush()
-            _report(folder, cause_of(exception))
+            _report(folder, stub, cause_of(exception))
             if call is not None and call.trainer is not None:
                 save_together(call.trainer, exception)
         except Exception:
@@ -84,25 +85,20 @@ def main(path: str, parent: str = "0") -> None:
             world.Abort(1)
 
 
-def _end_with_caller(folder: CallFolder) -> None:
-    """Kill this process and its children as soon as the caller, or mpiexec, has ended."""
-    threading.Thread(target=_kill_after_caller, args=[folder], daemon=True).start()
-    if sys.platform == "linux":
-        end_with_parent()
-
-
-def _kill_after_caller(folder: CallFolder) -> None:
-    folder.wait_for_end_of_caller()
-    shutil.rmtree(folder.path, ignore_errors=True)
+def _end_with_caller(folder: Path) -> None:
+    """Kill this process and its children as soon as the caller has ended, or leaves the folder."""
+    with (folder / LOCK).open() as lock:
+        fcntl.lockf(lock, fcntl.LOCK_SH)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 
-def _report(folder: CallFolder, exception: BaseException) -> None:
-    folder.write_failure(this_rank().rank, Failure.of(exception, this_rank().name))
+def _report(folder: Path, stub: str, exception: BaseException) -> None:
+    Report.of(exception, this_rank().name).write(folder, stub)
     mark_finished()
 
 
-def _run(call: Call, folder: CallFolder, rank: int) -> None:
+def _run(call: Call, folder: Path, rank: int) -> None:
     """Call the function and write this rank's weights; on rank 0 also its result and changes."""
     snapshot = Snapshot(call.known_objects) if rank == 0 else None
     strategy: Any = None if call.trainer is None else call.trainer.strategy
@@ -111,14 +107,11 @@ def _run(call: Call, folder: CallFolder, rank: int) -> None:
     function = partial(call.function, *call.args, **call.kwargs)
     value = function() if call.trainer is None else run_until_tuned(call.trainer, function)
     if strategy is not None:
-        write(returned_by(strategy, rank), folder.weights(rank))
+        write(returned_by(strategy, rank), folder / f"weights-{rank}")
     if snapshot is not None:
         changes = None if call.trainer is None else snapshot.changes()
-        save(
-            CallResult(value, changes, ProcessState.of_this_process()),
-            folder.result,
-            snapshot.known,
-        )
+        result = value, changes, ProcessState.of_this_process()
+        save(result, folder / "result", snapshot.known)
 
 
 if __name__ == "__main__":

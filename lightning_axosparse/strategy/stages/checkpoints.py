@@ -22,14 +22,14 @@ from lightning_axosparse.checkpoint.gather import (
     local_model_state,
     local_optimizer_state,
 )
-from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, OptimizerShards
+from lightning_axosparse.pipeline.shard.optimizers import OptimizerShards
 from lightning_axosparse.pipeline.shard.sharded_module import in_parts, load_values
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_parameters
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.launcher.call import note_checkpoint
+from lightning_axosparse.strategy.launcher.restart import note_checkpoint
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
 from lightning_axosparse.support.archive import all_made
@@ -40,13 +40,9 @@ class StageCheckpoints:
     """The checkpoints of a module of which each rank has the tensors of its stages."""
 
     def __init__(
-        self,
-        config: Config,
-        stage_module: StageModule,
-        stepped: BucketwiseOptimizer | None = None,
-        shards: OptimizerShards | None = None,
+        self, config: Config, stage_module: StageModule, shards: OptimizerShards | None = None
     ) -> None:
-        self._stage_module, self._stepped, self._shards = stage_module, stepped, shards
+        self._stage_module, self._shards = stage_module, shards
         self._as_folders = config.save_distributed_checkpoint
         self._in_parts = config.g_inter > 1 or config.shares_layers or self._as_folders
         # A regrid changes the groups.
@@ -172,19 +168,16 @@ class StageCheckpoints:
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole optimizer's state."""
-        stage_module, stepped = self._stage_module, self._stepped
-        if stepped is None and self._is_ordinary:
+        stage_module = self._stage_module
+        if self._is_ordinary:
             load_whole_optimizer(optimizer, state, stage_module.device)
             return
         sparse = sparse_parameters(stage_module.module)
         groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
         state = {**state, "state": stage_module.parts.local_states(state["state"], groups)}
         local = local_optimizer_state(state, groups, held, sparse)
-        if stepped is None:
-            optimizer.load_state_dict(local)
-            move_optimizers([optimizer], stage_module.device)
-        else:
-            stepped.load_state_dict(local)
+        optimizer.load_state_dict(local if self._shards is None else self._shards.divided(local))
+        move_optimizers([optimizer], stage_module.device)
         restore_masters(optimizer, sparse.values())
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
@@ -97,7 +96,6 @@ class Partitioner:
                     arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
                     seconds = profile_example(self.module, *arguments)
             partition = partition.by_time(self._ranks.broadcast(seconds))
-        rank_zero_info(str(partition))
         return partition
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -43,7 +43,7 @@ from lightning_axosparse.strategy.validation import validate_parameters_known
 from lightning_axosparse.strategy.weight_parts import Division, WeightParts
 from lightning_axosparse.support.patched import patched
 
-if TYPE_CHECKING:  # DTensor, which only runs with g_tensor need.
+if TYPE_CHECKING:  # DTensor, which only runs with tensor parallelism need.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
 
@@ -183,8 +183,6 @@ class StageModule:
     def _join(self) -> None:
         if self.parts:
             self.parts.join(self._optimizers, not self.was_interrupted)
-        if self.tensors is not None:
-            self.tensors.end()
 
     def counter(self) -> Callable[[Tensor], bool]:
         """What says whether this rank counts a parameter: each part once over a whole model."""

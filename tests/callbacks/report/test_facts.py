@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_axosparse import CorruptFileError
 from lightning_axosparse.callbacks.report.facts import RunResult, quality
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.strategy.regrid import Regridded
@@ -100,3 +101,24 @@ def test_a_file_has_one_line_and_gives_the_numbers_back(loss, facts, tmp_path):
     assert path.read_text().count("\n") == 1
     assert json.loads(path.read_text())["validation_perplexity"] == pytest.approx(math.e)
     assert RunResult.load(path) == result
+
+
+def test_a_damaged_result_is_no_result(facts, tmp_path):
+    path = tmp_path / "result.jsonl"
+    result = RunResult.of(facts, {"model": {"width": 8}})
+    result.save(path)
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        for bit in (0, 2, 5):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << bit
+            path.write_bytes(damaged)
+            try:
+                assert RunResult.load(path) == result
+            except CorruptFileError:
+                refused += 1
+    assert refused > 2.9 * len(whole)
+    path.write_text("{}")
+    with pytest.raises(CorruptFileError, match=r"result.jsonl. cannot be read.*crc32"):
+        RunResult.load(path)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from lightning_axosparse import Ticket
 from lightning_axosparse.callbacks.report.facts import TicketDraw
-from lightning_axosparse.callbacks.report.page import figure, html, plots, save_plots
+from lightning_axosparse.callbacks.report.page import figure, html, pictures, plots, save_plots
 from lightning_axosparse.callbacks.report.tables import sections
 from lightning_axosparse.callbacks.timeline import RecordedStep
 from lightning_axosparse.support.trace import Span
@@ -28,7 +28,8 @@ def drawn(page: str) -> dict[str, str]:
 
 def made() -> str:
     facts = make_facts()
-    return html(facts, plots(facts, [STEP]), TICKET)
+    shown = [figure(name, plot) for name, plot in plots(facts, [STEP]).items()]
+    return html(facts, shown, pictures(TICKET))
 
 
 def test_the_tables_are_those_of_the_report() -> None:
@@ -52,7 +53,8 @@ def test_a_run_that_diverged_has_a_page() -> None:
     facts = make_facts()
     ranks = [replace(rank, losses=[float("nan"), float("inf")]) for rank in facts.ranks]
     diverged = replace(facts, ranks=ranks, validations=[], distances={}, draw=None)
-    assert "<table>" in html(diverged, plots(diverged, []), None)
+    shown = [figure(name, plot) for name, plot in plots(diverged, []).items()]
+    assert "<table>" in html(diverged, shown, pictures(None))
 
 
 def test_plots_are_written_for_the_data_that_is_there(facts, tmp_path):

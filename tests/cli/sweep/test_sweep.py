@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from axosparse_commands.overrides import configuration
 from lightning_axosparse.cli import sweep as gathering
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import Job
-from lightning_axosparse.cli.train import configuration
 
 PAGE = Path(__file__).parents[3] / "docs" / "sweeps.md"
 SWEEP, GATHER = re.findall(r"^axosparse-.*$", PAGE.read_text(), re.MULTILINE)

@@ -40,18 +40,6 @@ def class_weights_shorter_than_the_batch(self: Any, x: Tensor, y: Tensor, weight
     return F.cross_entropy(self(x), y, weight=weight)
 
 
-@entry(Regression, loaders=ready(Regression, torch.linspace(-1, 1, 24).view(8, 3)))
-def a_table_as_long_as_the_batch(self: Any, x: Tensor, y: Tensor, table: Tensor) -> Tensor:
-    """Anchors: each output is compared with each row."""
-    return torch.cdist(self(x), table).min(1).values.mean()
-
-
-@entry(Regression, loaders=ready(Regression, torch.linspace(0.5, 1.5, 8)))
-def frequencies_as_many_as_samples(self: Any, x: Tensor, y: Tensor, f: Tensor) -> Tensor:
-    out = self(x)
-    return F.mse_loss(out, y) + torch.sin(out[..., None] * f).mean()
-
-
 @entry(Embedding, loaders=ready(Embedding, [f"class {number}" for number in range(8)]), equal=True)
 def names_as_many_as_samples(self: Any, x: Tensor, y: Tensor, names: list[str]) -> Tensor:
     return F.cross_entropy(self(x), y) * len(names)
@@ -66,18 +54,6 @@ def prototypes_in_a_dict(self: Any, x: Tensor, y: Tensor, extra: dict[str, Any])
 def a_graph_of_the_samples(self: Any, x: Tensor, y: Tensor, adjacency: Tensor) -> Tensor:
     """A graph batch: features of nodes and their adjacency."""
     return F.mse_loss(adjacency @ self(x), y)
-
-
-class EdgeIndex(Regression):
-    """The nodes of one graph, and edges by the numbers of nodes."""
-
-
-@entry(EdgeIndex, loaders=ready(Regression, torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7],
-                                                          [1, 2, 3, 4, 5, 6, 7, 0]])))  # fmt: skip
-def edges_by_number(self: Any, x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
-    out = self(x)
-    neighbours = torch.zeros_like(out).index_add(0, edges[1], out[edges[0]])
-    return F.mse_loss(neighbours, y)
 
 
 class Offsets:

@@ -24,43 +24,6 @@ class Layers(Regression):
         self.model = wide()
 
 
-@entry(equal=True)
-class KeepsOutputsInAList(Layers):
-    def forward(self, x: Tensor) -> Any:
-        outputs = []
-        for layer in self.model:
-            x = layer(x).tanh()
-            outputs.append(x)
-        return outputs[-1]
-
-
-@entry(equal=True)
-class ReadsAnEarlierOutput(Layers):
-    def forward(self, x: Tensor) -> Any:
-        outputs = []
-        for layer in self.model:
-            x = layer(x).tanh()
-            outputs.append(x)
-        return outputs[-1] + outputs[0][:, :3]
-
-
-@entry(equal=True)
-class KeepsOutputsOnTheModule(Layers):
-    """For a look in the debugger."""
-
-    def forward(self, x: Tensor) -> Any:
-        self.seen = []
-        for layer in self.model:
-            x = layer(x).tanh()
-            self.seen.append(x)
-        return x
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(self(x), y)
-        self.seen = []
-        return loss
-
-
 @entry()
 class NeedsAnEarlierOutputFromTheSecondBatchOn(Layers):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -96,24 +59,6 @@ class NeedsAHookFromTheSecondBatchOn(Layers):
         return loss
 
 
-@entry(equal=True)
-class ReadsAnEarlierOutputInValidationOnly(Layers):
-    def run(self, x: Tensor) -> Any:
-        first = None
-        for layer in self.model:
-            x = layer(x).tanh()
-            first = x if first is None else first
-        return x, first
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.run(x)[0], y)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        out, first = self.run(x)
-        self.log("val_loss", F.mse_loss(out, y) + first.abs().mean())
-
-
 @entry()
 class DecidesByAnOutputBetweenLayers(Layers):
     def forward(self, x: Tensor) -> Any:
@@ -122,32 +67,6 @@ class DecidesByAnOutputBetweenLayers(Layers):
             if number == 0 and x.abs().mean() > 0.4:
                 x = x * 0.5
         return x
-
-
-@entry()
-class DecidesByANumberBetweenLayers(Layers):
-    def forward(self, x: Tensor) -> Any:
-        scale = 1.0
-        for layer in self.model:
-            x = layer(x) / scale
-            scale = max(x.norm().item() / 4, 0.1)
-        return x
-
-
-@entry(equal=True, unread=("model.1.penalty",))
-class AuxiliaryLossOfALayer(Regression):
-    class Penalized(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            self.penalty = x.pow(2).mean()
-            return x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[1] = self.Penalized()
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self(x)
-        return F.mse_loss(out, y) + 0.1 * self.model[1].penalty
 
 
 @entry(unread=("model.1.penalty",))
@@ -164,30 +83,6 @@ class AuxiliaryVarianceOfALayer(Regression):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         out = self(x)
         return F.mse_loss(out, y) + 0.1 * self.model[1].penalty
-
-
-@entry(unread=("model.3.balance",), equal=True)
-class LoadBalanceOfRouters(Regression):
-    """A product of a share and a mean, as mixtures of experts balance their routers."""
-
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up = nn.Linear(12, 3), nn.Linear(12, 3 * 12)
-
-        def forward(self, x: Tensor) -> Tensor:
-            p = self.gate(x).softmax(-1)
-            chosen = F.one_hot(p.argmax(-1), 3).float()
-            self.balance = 3 * (chosen.mean(0) * p.mean(0)).sum()
-            return (self.up(x).view(len(x), 3, 12) * (p * chosen)[..., None]).sum(1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[3] = self.Router()
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self(x)
-        return F.mse_loss(out, y) + 0.1 * self.model[3].balance
 
 
 @entry(crashes=True)

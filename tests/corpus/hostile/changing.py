@@ -28,24 +28,6 @@ def centered(z: Tensor) -> Tensor:
     return z - z.mean(0)
 
 
-def covariance(z: Tensor) -> Tensor:
-    return centered(z).T @ centered(z) / (len(z) - 1)
-
-
-def cosines(z: Tensor) -> Tensor:
-    z = F.normalize(z, dim=1)
-    return z @ z.T
-
-
-def sinkhorn(z: Tensor, y: Tensor) -> Tensor:
-    cost = torch.cdist(z, y)
-    plan = torch.softmax(-cost, 1)
-    for _ in range(3):
-        plan = plan / plan.sum(0, keepdim=True)
-        plan = plan / plan.sum(1, keepdim=True)
-    return (plan * cost).mean()
-
-
 def correlation(z: Tensor, y: Tensor) -> Tensor:
     return F.cosine_similarity(centered(z).flatten(), centered(y).flatten(), dim=0)
 
@@ -58,48 +40,11 @@ def hardest_triplets(z: Tensor, y: Tensor) -> Tensor:
     return (furthest - nearest + 1).relu().mean()
 
 
-def contrast(z: Tensor, y: Tensor) -> Tensor:
-    logits = cosines(z) / 0.2 - 1e9 * torch.eye(len(z))
-    same = (y[:, None, 0].sign() == y[None, :, 0].sign()).to(z.dtype)
-    return -(same * logits.log_softmax(1)).sum() / same.sum()
-
-
-def mmd(z: Tensor, y: Tensor) -> Tensor:
-    one, other = z.chunk(2)
-    kernel = lambda a, b: torch.exp(-torch.cdist(a, b).square()).mean()  # noqa: E731
-    return kernel(one, one) + kernel(other, other) - 2 * kernel(one, other)
-
-
 TERMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "supervised_contrast": contrast,
-    "variance_hinge": lambda z, y: (1 - z.std(0)).relu().mean(),
-    "covariances": lambda z, y: covariance(z).tril(-1).square().sum(),
     "pearson": lambda z, y: 1 - correlation(z, y),
-    "coral": lambda z, y: (covariance(z) - covariance(y)).square().sum(),
-    "sinkhorn_distance": sinkhorn,
     "hardest_triplet": hardest_triplets,
-    "dice_of_batch": lambda z, y: (
-        1 - 2 * (z.sigmoid() * y.sigmoid()).sum() / (z.sigmoid() + y.sigmoid()).sum()
-    ),
-    "largest_error": lambda z, y: (z - y).abs().max(),
-    "median_error": lambda z, y: (z - y).abs().median(),
-    "upper_quantile": lambda z, y: (z - y).abs().flatten().quantile(0.8),
-    "log_volume": lambda z, y: -torch.logdet(covariance(z) + torch.eye(3)),
-    "redundancy": lambda z, y: (centered(z).T @ centered(y) / len(z) - torch.eye(3)).square().sum(),
-    "entropy_of_mean": lambda z, y: (z.softmax(1).mean(0) * z.softmax(1).mean(0).log()).sum(),
     "uniformity": lambda z, y: torch.exp(-2 * torch.pdist(z).square()).mean().log(),
-    "pairwise_ranks": lambda z, y: (
-        ((z[:, None] - z[None]) * -(y[:, None] - y[None]).sign()).relu().mean()
-    ),
-    "one_minus_r2": lambda z, y: (z - y).square().sum() / centered(y).square().sum(),
-    "center_distance": lambda z, y: (z.mean(0) - y.mean(0)).norm(),
     "nuclear_norm": lambda z, y: torch.linalg.matrix_norm(z, "nuc"),
-    "sorted_gaps": lambda z, y: (z.sort(0).values - y.sort(0).values).square().mean(),
-    "gram_matrix": lambda z, y: (z @ z.T - y @ y.T).square().mean(),
-    "diversity": lambda z, y: cosines(z).triu(1).square().sum(),
-    "kernel_discrepancy": mmd,
-    "neighbours": lambda z, y: (z[1:] - z[:-1]).square().mean(),
-    "log_sum_of_errors": lambda z, y: (z - y).square().sum().log(),
 }
 
 
@@ -125,20 +70,9 @@ def mean(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y)
 
 
-def of_mixed(self: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
-    return F.mse_loss(
-        self(share * x + (1 - share) * x.flip(0)), share * y + (1 - share) * y.flip(0)
-    )
-
-
 def of_hardest(self: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
     errors = F.mse_loss(self(x), y, reduction="none").mean(1)
     return errors.topk(max(1, int(share * len(errors)))).values.mean()
-
-
-def of_easiest(self: Any, x: Tensor, y: Tensor, share: float) -> Tensor:
-    errors = F.mse_loss(self(x), y, reduction="none").mean(1)
-    return errors.sort().values[: max(1, int(share * len(errors)))].mean()
 
 
 def in_a_loop(self: Any, x: Tensor, y: Tensor, power: int) -> Tensor:
@@ -159,50 +93,19 @@ def of_bags(self: Any, x: Tensor, y: Tensor, scale: float) -> Tensor:
 SWITCHES: dict[str, tuple[Losses, Losses]] = {
     "mean_to_sum": (mean, lambda m, x, y: F.mse_loss(m(x), y, reduction="sum")),
     "mean_to_root": (mean, lambda m, x, y: F.mse_loss(m(x), y).sqrt()),
-    "mean_to_median": (mean, lambda m, x, y: (m(x) - y).square().median()),
-    "mean_to_largest": (mean, lambda m, x, y: (m(x) - y).square().mean(1).max()),
-    "mean_to_mean_and_sum": (
-        mean,
-        lambda m, x, y: F.mse_loss(z := m(x), y) + 0.01 * (z - y).abs().sum(),
-    ),
     "one_dim_to_the_other": (
         lambda m, x, y: (m(x) - y).mean(1).square().mean(),
         lambda m, x, y: (m(x) - y).mean(0).square().mean(),
     ),
-    "mixup": (lambda m, x, y: of_mixed(m, x, y, 1.0), lambda m, x, y: of_mixed(m, x, y, 0.7)),
     "hard_examples": (
         lambda m, x, y: of_hardest(m, x, y, 1.0),
         lambda m, x, y: of_hardest(m, x, y, 0.4),
-    ),
-    "small_losses": (
-        lambda m, x, y: of_easiest(m, x, y, 1.0),
-        lambda m, x, y: of_easiest(m, x, y, 0.6),
     ),
     "power_of_a_count": (
         lambda m, x, y: in_a_loop(m, x, y, 1),
         lambda m, x, y: in_a_loop(m, x, y, 2),
     ),
     "bags": (lambda m, x, y: of_bags(m, x, y, 99.0), lambda m, x, y: of_bags(m, x, y, 0.8)),
-    "norm_order": (
-        lambda m, x, y: (m(x) - y).norm(2, 1).mean(),
-        lambda m, x, y: (m(x) - y).norm(2, 0).mean(),
-    ),
-    "softmax_over_samples": (
-        lambda m, x, y: (m(x).softmax(1) - y.softmax(1)).square().mean(),
-        lambda m, x, y: (m(x).softmax(0) - y.softmax(0)).square().mean(),
-    ),
-    "clipping_at_a_mean": (
-        lambda m, x, y: (m(x) - y).abs().clamp(max=99.0).mean(),
-        lambda m, x, y: (e := (m(x) - y).abs()).clamp(max=float(e.mean())).mean(),
-    ),
-    "weights_of_samples": (
-        mean,
-        lambda m, x, y: ((m(x) - y).square().mean(1) * y[:, 0].softmax(0)).sum(),
-    ),
-    "shuffled_targets": (mean, lambda m, x, y: F.mse_loss(m(x), y.roll(1, 0))),
-    "standardized_targets": (mean, lambda m, x, y: F.mse_loss(m(x), centered(y) / y.std(0))),
-    "standardized_inputs": (mean, lambda m, x, y: F.mse_loss(m(centered(x)), y)),
-    "first_half": (mean, lambda m, x, y: F.mse_loss(m(x)[: len(x) // 2], y[: len(y) // 2])),
     "a_branch_of_all_samples": (
         mean,
         lambda m, x, y: F.mse_loss(m(x), y) * (2.0 if (y > 3).any() else 1.0),
@@ -213,7 +116,6 @@ SWITCHES: dict[str, tuple[Losses, Losses]] = {
             m(x) + 0.1 * torch.randn(x.shape[0], 3, generator=torch.Generator().manual_seed(0)), y
         ),
     ),
-    "exponential": (mean, lambda m, x, y: F.mse_loss(m(x), y).exp()),
 }
 
 
@@ -235,26 +137,6 @@ def rare(self: Any, y: Tensor) -> Tensor:
 
 
 @entry(equal=True, trainer=EPOCHS)
-class CountsRareEventsInABuffer(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.long))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.count += rare(self, y)
-        return super().loss(x, y)
-
-
-@entry(equal=True, trainer=EPOCHS)
-class CountsRareEventsInAnInteger(Regression):
-    count = 0
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.count += int(rare(self, y))
-        return super().loss(x, y)
-
-
-@entry(equal=True, trainer=EPOCHS)
 class CountsRareEventsInADict(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -263,18 +145,6 @@ class CountsRareEventsInADict(Regression):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         if found := int(rare(self, y)):
             self.counts["rare"] = self.counts.get("rare", 0) + found
-        return super().loss(x, y)
-
-
-@entry(equal=True, trainer=EPOCHS)
-class ListsRareSamples(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        if is_later(self):
-            self.seen.extend(y[y[:, 0] > 0, 0].tolist())
         return super().loss(x, y)
 
 
@@ -322,14 +192,7 @@ class UpdatesAMetricLater(Regression):
 
 
 LOGGED: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "median": lambda z, y: (z - y).median(),
-    "maximum": lambda z, y: (z - y).max(),
-    "deviation": lambda z, y: (z - y).std(),
     "quantile": lambda z, y: (z - y).flatten().quantile(0.9),
-    "root": lambda z, y: (z - y).square().mean().sqrt(),
-    "number": lambda z, y: float((z - y).abs().max()),
-    "samples": lambda z, y: len(z),
-    "distinct": lambda z, y: z.argmax(1).unique().numel(),
 }
 
 
@@ -349,20 +212,11 @@ for _name, _value in LOGGED.items():
     entry(Regression, hook="training_step", equal=True, trainer=EPOCHS)(_logs(_name, _value))
 
 
-def _validates(name: str, term: Callable[[Tensor, Tensor], Tensor]) -> Any:
-    def validation_step(self: Any, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        z = self(x)
-        self.log("val_loss", F.mse_loss(z, y) + (self.current_epoch > 0) * term(z, y))
-
-    validation_step.__name__ = f"validates_with_{name}_later"
-    return validation_step
-
-
-for _name in ("pearson", "dice_of_batch", "median_error", "one_minus_r2", "neighbours"):
-    entry(Regression, hook="validation_step", equal=True, trainer=EPOCHS)(
-        _validates(_name, TERMS[_name])
-    )
+@entry(Regression, hook="validation_step", equal=True, trainer=EPOCHS)
+def validates_with_pearson_later(self: Any, batch: Any, batch_idx: int) -> None:
+    x, y = batch
+    z = self(x)
+    self.log("val_loss", F.mse_loss(z, y) + (self.current_epoch > 0) * TERMS["pearson"](z, y))
 
 
 @entry(Tagger, equal=True, trainer=EPOCHS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import tempfile
 from typing import Any
 
@@ -13,13 +12,10 @@ from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics import MeanMetric
-from torchmetrics.classification import MulticlassAccuracy
 
 from tests.corpus.harness import entry
 from tests.corpus.modules import (
     CLASSES,
-    FEATURES,
     OUTPUTS,
     Binary,
     Classification,
@@ -27,7 +23,6 @@ from tests.corpus.modules import (
     Regression,
     Scalar,
     Tagger,
-    numbers,
 )
 
 
@@ -50,14 +45,6 @@ def two_loaders_of_other_sizes(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(self(x), y) + 0.1 * other.pow(2).mean()
 
 
-@entry(Regression, loaders=two_loaders(4, 12))
-def labelled_and_unlabelled_together(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    (x, y), (other, _) = batch["a"], batch["b"]
-    out = self(torch.cat([x, other]))
-    labelled, unlabelled = out[: len(x)], out[len(x) :]
-    return F.mse_loss(labelled, y) + 0.1 * unlabelled.abs().mean()
-
-
 @entry(Regression, loaders=two_loaders(8, 8), equal=True)
 def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tensor:
     """Domain adaptation."""
@@ -66,35 +53,6 @@ def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tenso
     source, target = out.split([len(x), len(other)])
     gap = (source.mean(0) - target.mean(0)).pow(2).sum()
     return F.mse_loss(source, y) + gap
-
-
-class TwoValidations(Regression):
-    """Validates on two loaders."""
-
-    @classmethod
-    def loader(cls, seed: int) -> Any:
-        loaders = [super().loader(seed), DataLoader(cls.dataset(seed + 20), batch_size=6)]
-        return loaders[0] if seed == 1 else loaders
-
-
-@entry(TwoValidations, hook="validation_step")
-def second_validation_loader_differs(
-    self: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
-) -> None:
-    x, y = batch
-    out = self(x)
-    self.log("val_loss", F.mse_loss(out, y))
-    if dataloader_idx == 1:
-        self.log("val_spread", out.std(), add_dataloader_idx=False)
-
-
-@entry(Classification, hook="validation_step", equal=True)
-def logs_accuracy_of_each_class(self: Any, batch: Any, batch_idx: int) -> None:
-    """Some micro-batches have no sample of a class, and log nothing under its name."""
-    x, y = batch
-    guess = self(x).argmax(-1)
-    for label in y.unique().tolist():
-        self.log(f"val_acc_{label}", (guess[y == label] == label).float().mean())
 
 
 @entry(Classification, equal=True)
@@ -135,32 +93,6 @@ def variance_hinge_that_wakes_later(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """It is zero at first, as the spread of the outputs is large."""
     z = 60 * self(x)
     return 1e-3 * z.pow(2).mean() + F.relu(0.5 - z.var(dim=0)).mean()
-
-
-class Sorted(Binary):
-    """Each two samples are of one class in the last batch, and few are before."""
-
-    @classmethod
-    def dataset(cls, seed: int) -> Any:
-        x = torch.randn(24, FEATURES, generator=numbers(seed))
-        mixed, apart = [0, 1] * 3 + [1, 1], [0, 0, 1, 1] * 2
-        return TensorDataset(x, torch.tensor(2 * mixed + apart).float())
-
-
-@entry(Sorted)
-def logs_how_many_classes_there_are(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    """The largest number of a micro-batch, in the first batches."""
-    x, y = batch
-    self.log("classes", float(len(y.unique())))
-    return F.binary_cross_entropy_with_logits(self(x), y)
-
-
-@entry(Scalar, equal=True)
-def logs_the_largest_of_an_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
-    error = (self(x) - y).abs()
-    self.log("worst", error.max(), on_step=False, on_epoch=True, reduce_fx="max")
-    return error.mean()
 
 
 @entry(equal=True)
@@ -212,26 +144,6 @@ class MemoryBankByIndex(Embedding):
         return F.cross_entropy(z, y) + (z @ self.bank.clone().T).logsumexp(1).mean()
 
 
-@entry()
-class LossesByIdentifier(Regression):
-    """Data maps: the losses of each sample by its number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: dict[int, list[float]] = {}
-
-    @classmethod
-    def dataset(cls, seed: int) -> Any:
-        x, y = Regression.dataset(seed).tensors
-        return TensorDataset(x, y, torch.arange(len(x)))
-
-    def loss(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        losses = (self(x) - y).pow(2).mean(-1)
-        for number, loss in zip(index.tolist(), losses.tolist(), strict=True):
-            self.history.setdefault(number, []).append(loss)
-        return losses.mean()
-
-
 @entry(Regression, equal=True)
 def scales_the_batch_in_place(self: Any, x: Tensor, y: Tensor) -> Tensor:
     x.mul_(0.5)
@@ -255,32 +167,12 @@ def catches_errors(self: Any, batch: Any, batch_idx: int) -> Any:
     return loss
 
 
-@entry(equal=True)
-class CountsInFinally(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        try:
-            return F.mse_loss(self(x), y) / (1 + self.calls)
-        finally:
-            self.calls += 1
-
-
 @entry(Classification)
 def predicts_before_it_trains(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Pseudo-labels: two passes through the layers."""
     with torch.no_grad():
         guess = self(x).argmax(-1)
     return F.cross_entropy(self(x + 0.1), guess)
-
-
-@entry(Classification)
-def consistency_of_two_passes(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    one, two = self(x), self(x + 0.01)
-    kl = F.kl_div(one.log_softmax(-1), two.softmax(-1), reduction="batchmean")
-    return F.cross_entropy(one, y) + kl
 
 
 @entry()
@@ -318,48 +210,6 @@ class NumpyGeneratorOfItsOwn(Regression):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self(x), y) * float(self.random.uniform(0.5, 1))
-
-
-@entry()
-class PythonGeneratorOfItsOwn(Regression):
-    """Draws once a batch, and logs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.random = random.Random(3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.drawn = self.random.random()
-        return self.loss(*batch)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.log("drawn", self.drawn)
-
-
-@entry(equal=True)
-class WeighsByAMetric(Classification):
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        logits = self(x)
-        return F.cross_entropy(logits, y) * (1 + self.accuracy(logits, y))
-
-
-@entry()
-class MeanOfLossesUnderAMetric(Tagger):
-    """A mean of the means of batches, which have other numbers of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.average.update(loss.detach())
-        self.log("average", self.average, on_step=False, on_epoch=True)
-        return loss
 
 
 @entry()
@@ -454,19 +304,6 @@ def accumulates_a_correlation(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return 1 - torch.corrcoef(torch.stack([p, y]))[0, 1]
 
 
-@entry(equal=True)
-class CountsBatchesAmongAccumulated(Regression):
-    """Counts steps of the optimizer by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.seen += 1
-        return F.mse_loss(self(x), y) * (0.5 if self.seen % 2 else 1.0)
-
-
 def uneven(module: Any) -> Any:
     """Batches of eight, and a last one of five."""
 
@@ -475,14 +312,6 @@ def uneven(module: Any) -> Any:
         return DataLoader(TensorDataset(*tensors), batch_size=8)
 
     return make
-
-
-@entry(Embedding, loaders=uneven(Embedding))
-def pairs_that_a_last_batch_tears(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Two views of a sample follow each other; the last batch has an odd number of rows."""
-    z = self(x)
-    pairs = len(z) // 2
-    return (z[: 2 * pairs : 2] - z[1 : 2 * pairs : 2]).pow(2).mean()
 
 
 @entry(Regression, loaders=uneven(Regression), equal=True)
@@ -503,14 +332,6 @@ class LogsOnTheFirstRank(Regression):
         return loss
 
 
-@entry(equal=True)
-class LogsForTheFirstRankOnly(Regression):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(*batch)
-        self.log("only", 2 * loss, rank_zero_only=True)
-        return loss
-
-
 @entry(Embedding)
 def gathers_from_all_ranks(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Contrastive losses do so for more negatives; alone it gathers nothing."""
@@ -521,13 +342,6 @@ def gathers_from_all_ranks(self: Any, x: Tensor, y: Tensor) -> Tensor:
 @entry(Regression, equal=True)
 def divides_by_the_world(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y) / self.trainer.world_size
-
-
-@entry()
-class PredictsStandardizedOutputs(Regression):
-    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        out = self(batch[0])
-        return (out - out.mean(0)) / out.std(0)
 
 
 @entry()

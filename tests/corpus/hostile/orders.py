@@ -13,23 +13,6 @@ from tests.corpus.modules import Classification, Embedding, Regression, Scalar
 
 
 @entry(Scalar)
-def cox_partial_likelihood(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    risk = self(x)[y.argsort(descending=True)]
-    return -(risk - torch.logcumsumexp(risk, 0)).mean()
-
-
-@entry(Scalar)
-def cox_by_cumsum(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    risk = self(x)[torch.sort(y, descending=True).indices]
-    return -(risk - torch.log(torch.cumsum(risk.exp(), 0))).mean()
-
-
-@entry(Scalar)
-def cumulative_sum(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x).cumsum(0), y.cumsum(0))
-
-
-@entry(Scalar)
 def cumulative_maximum(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x).cummax(0).values, y)
 
@@ -40,37 +23,12 @@ def cumulative_product(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @entry(Scalar)
-def sorted_errors(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """A trimmed mean."""
-    errors = (self(x) - y).abs().sort().values
-    return errors[: int(0.75 * len(errors))].mean()
-
-
-@entry(Scalar)
-def weights_by_rank(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    ranks = y.argsort().argsort().float() + 1
-    return ((self(x) - y) ** 2 / ranks).mean()
-
-
-@entry(Scalar)
 def lambda_rank(self: Any, x: Tensor, y: Tensor) -> Tensor:
     s = self(x)
     order = s.argsort(descending=True)
     gains = (2 ** y.clamp(0, 3) - 1)[order]
     discounts = torch.log2(torch.arange(len(s)) + 2.0)
     return -(gains / discounts * s[order]).sum() / gains.sum().clamp(min=1)
-
-
-@entry(Scalar)
-def lovasz_hinge(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    logits, labels = self(x), (y > 0).float()
-    signs = 2 * labels - 1
-    errors, order = torch.sort(1 - logits * signs, descending=True)
-    truth = labels[order]
-    union = truth.sum() + (1 - truth).cumsum(0)
-    jaccard = 1 - (truth.sum() - truth.cumsum(0)) / union
-    jaccard = torch.cat([jaccard[:1], jaccard[1:] - jaccard[:-1]])
-    return torch.dot(F.relu(errors), jaccard)
 
 
 @entry(Classification, equal=True)
@@ -92,13 +50,6 @@ def means_by_scatter_reduce(self: Any, x: Tensor, y: Tensor) -> Tensor:
 def sums_by_scatter_add(self: Any, x: Tensor, y: Tensor) -> Tensor:
     losses = F.cross_entropy(self(x), y, reduction="none")
     return torch.zeros(4).scatter_add(0, y, losses).pow(2).mean()
-
-
-@entry(Classification, equal=True)
-def sums_by_one_hot_product(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    losses = F.cross_entropy(self(x), y, reduction="none")
-    hot = F.one_hot(y, 4).float()
-    return ((losses @ hot) / hot.sum(0).clamp(min=1)).mean()
 
 
 @entry(Embedding)
@@ -131,20 +82,9 @@ def kth_value(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return (self(x) - y).abs().kthvalue(len(x) // 2 + 1).values
 
 
-@entry(Scalar)
-def trapezoid_over_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return torch.trapezoid((self(x) - y) ** 2, dx=0.1)
-
-
 @entry(Regression)
 def searches_in_the_batch(self: Any, x: Tensor, y: Tensor) -> Tensor:
     """Each sample's nearest neighbour in the batch."""
     z = self(x)
     nearest = (torch.cdist(x, x) + 1e6 * torch.eye(len(x))).argmin(1)
     return F.mse_loss(z, y) + 0.1 * F.mse_loss(z, z[nearest].detach())
-
-
-@entry(Scalar)
-def gradient_over_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    s = self(x)
-    return F.mse_loss(s, y) + torch.gradient(s)[0].pow(2).mean()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -14,20 +13,6 @@ from torch.nn import functional as F
 
 from tests.corpus.harness import entry
 from tests.corpus.modules import FEATURES, OUTPUTS, Classification, Embedding, Regression, mlp
-
-
-@entry(equal=True)
-class AnnealsByCounting(Regression):
-    """The weight of a variational autoencoder's divergence grows with each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_iter = 0
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.num_iter += 1
-        out = self(x)
-        return F.mse_loss(out, y) + min(self.num_iter / 10, 1.0) * out.pow(2).mean()
 
 
 @entry(equal=True)
@@ -45,17 +30,6 @@ class AnnealsBetaLikePyTorchVAE(Regression):
         loss = F.mse_loss(out, y) + 0.5 * (kld - capacity).abs()
         self.log("kld", kld)
         return loss
-
-
-@entry(equal=True)
-class CountsInABuffer(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros(()))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.steps += 1
-        return F.mse_loss(self(x), y) / self.steps.sqrt()
 
 
 @entry(equal=True)
@@ -94,13 +68,6 @@ class AveragesInALayer(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.model[3] = self.Scaled()
-
-
-@entry(equal=True)
-class SpectralNorm(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[2] = torch.nn.utils.parametrizations.spectral_norm(self.model[2])
 
 
 @entry(equal=True)
@@ -172,25 +139,6 @@ class SumsInADict(Regression):
 
 
 @entry(equal=True)
-class SumsInANestedDict(Classification):
-    def __init__(self) -> None:
-        super().__init__()
-        self.meters: dict[str, dict[str, Any]] = {"train": defaultdict(float)}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        loss = F.cross_entropy(logits, y)
-        self.meters["train"]["correct"] += float((logits.argmax(-1) == y).sum())
-        self.meters["train"]["batches"] += 1
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        meter = self.meters["train"]
-        self.log("per_batch", meter["correct"] / max(meter["batches"], 1))
-
-
-@entry(equal=True)
 class CountsWithACounter(Classification):
     def __init__(self) -> None:
         super().__init__()
@@ -200,18 +148,6 @@ class CountsWithACounter(Classification):
         logits = self(x)
         self.seen.update(logits.argmax(-1).tolist())
         return F.cross_entropy(logits, y)
-
-
-@entry(equal=True)
-class KeepsLossesInAList(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses: list[float] = []
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(self(x), y)
-        self.losses.append(loss.item())
-        return loss
 
 
 @entry(equal=True)
@@ -262,19 +198,6 @@ class SumsInNumpy(Regression):
         return F.mse_loss(out, y)
 
 
-@entry(equal=True)
-class TensorsInAList(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.totals = [torch.zeros(()), torch.zeros(())]
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self(x)
-        self.totals[0] += (out - y).pow(2).sum().detach()
-        self.totals[1] += len(x)
-        return F.mse_loss(out, y)
-
-
 @entry()
 class ClassCentresInABuffer(Embedding):
     """The centre loss: centres that move towards the samples of their class."""
@@ -308,86 +231,6 @@ class RunningStatisticsOfTargets(Regression):
 
 
 @entry(equal=True)
-class DinoCentre(Embedding):
-    """Teachers' outputs are centred by a moving average over batches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(1, 5))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self(x)
-        target = ((z.detach() - self.center) / 0.2).softmax(-1)
-        self.center = self.center * 0.9 + z.detach().mean(0, keepdim=True) * 0.1
-        return -(target * z.log_softmax(-1)).sum(-1).mean()
-
-
-@entry()
-class LossScaleByHistory(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("history", torch.zeros(10))
-        self.at = 0
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = F.mse_loss(self(x), y)
-        self.history[self.at % 10] = loss.detach()
-        self.at += 1
-        return loss / self.history[: self.at].mean()
-
-
-@entry(equal=True)
-class PreviousOutput(Regression):
-    """Truncated backpropagation by hand: the step continues from the last state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Tensor | None = None
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self(x)
-        if self.state is not None:
-            out = out + 0.3 * self.state.mean(0)
-        self.state = out.detach()
-        return F.mse_loss(out, y)
-
-
-@entry(equal=True)
-class TemperatureByGlobalStep(Classification):
-    """Right: nothing is counted here."""
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self(x) * math.exp(-0.1 * self.global_step), y)
-
-
-@entry(equal=True)
-class CountsOnceABatchInAHook(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.count += 1
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self(x), y) / self.count
-
-
-@entry(equal=True)
-class SwitchesByItself(Regression):
-    """Trains only every second time it is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = False
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.turn = not self.turn
-        out = self(x)
-        return F.mse_loss(out, y) if self.turn else F.l1_loss(out, y)
-
-
-@entry(equal=True)
 class SetsAWeightFromAnother(Regression):
     """The step normalizes a weight in place, as ArcFace heads and weight clipping do."""
 
@@ -395,24 +238,6 @@ class SetsAWeightFromAnother(Regression):
         with torch.no_grad():
             self.model[4].weight.clamp_(-0.2, 0.2)
         return F.mse_loss(self(x), y)
-
-
-@entry(equal=True)
-class MasksAWeightInALayer(Regression):
-    """The masked convolution of PixelCNN and the masked layers of MADE."""
-
-    class Masked(nn.Linear):
-        def __init__(self, width: int) -> None:
-            super().__init__(width, width)
-            self.register_buffer("mask", torch.ones(width, width).tril())
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data *= self.mask
-            return super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[2] = self.Masked(12)
 
 
 @entry(equal=True)

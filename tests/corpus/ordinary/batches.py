@@ -10,13 +10,12 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.corpus.harness import entry
 from tests.corpus.modules import (
     SAMPLES,
     WORDS,
-    Classification,
     Module,
     Regression,
     Rows,
@@ -69,19 +68,8 @@ def strings_and_numbers(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(self(x), y)
 
 
-@entry(Regression, loaders=loaded(lambda x, y, i: (x, y.sum().item() > 0)))
-def python_numbers(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
-    return F.binary_cross_entropy_with_logits(self(x)[:, 0], y.float())
-
-
 @entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 7))
 def last_batch_is_smaller(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x), y)
-
-
-@entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 7, drop_last=True))
-def last_batch_is_dropped(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y)
 
 
@@ -97,18 +85,6 @@ def last_batch_is_one_sample(self: Any, x: Tensor, y: Tensor) -> Tensor:
     ),
 )
 def shuffled(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x), y)
-
-
-@entry(
-    Regression,
-    loaders=lambda seed: DataLoader(
-        Regression.dataset(seed),
-        8,
-        sampler=WeightedRandomSampler(torch.arange(24) + 1.0, 16, generator=numbers(seed)),
-    ),
-)
-def weighted_sampler(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y)
 
 
@@ -131,16 +107,6 @@ class Batches(IterableDataset):
 
     def __iter__(self) -> Iterator[Any]:
         yield from zip(*(column.split(8) for column in self.columns), strict=True)
-
-
-@entry(Regression, loaders=lambda seed: DataLoader(Batches(seed), batch_size=None))
-def stream_of_batches(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x), y)
-
-
-@entry(Regression, loaders=lambda seed: DataLoader(list(Batches(seed)), batch_size=None))
-def list_of_batches(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x), y)
 
 
 def _time_first(samples: list[Any]) -> Any:
@@ -185,26 +151,6 @@ def lists_of_tensors(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(self(torch.stack(xs)), torch.stack(ys))
 
 
-def _with_table(samples: list[Any]) -> Any:
-    x, y = torch.utils.data.default_collate(samples)
-    return {"x": x, "y": y, "weights": torch.tensor([1.0, 2.0, 0.5]), "name": "train"}
-
-
-def _split_beside_table(batch: Any, parts: int) -> list[Any]:
-    cut = zip(batch["x"].chunk(parts), batch["y"].chunk(parts), strict=True)
-    return [{**batch, "x": x, "y": y} for x, y in cut]
-
-
-@entry(
-    Regression,
-    loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_with_table),
-    strategy={"split_batch": _split_beside_table},
-)
-def a_table_from_the_collate_function(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    error = (self(batch["x"]) - batch["y"]) ** 2
-    return (error * batch["weights"]).mean()
-
-
 @dataclass
 class Record:
     x: Tensor
@@ -239,26 +185,11 @@ def two_views(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(a, y) + F.mse_loss(a, b)
 
 
-@entry(Regression, loaders=loaded(lambda x, y, i: (torch.stack([x, x * 2, x / 2]), y)))
-def several_views_a_sample(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    views, y = batch
-    out = self(views.flatten(0, 1)).view(len(y), 3, -1)
-    return F.mse_loss(out.mean(1), y)
-
-
 @entry(Regression, loaders=loaded(lambda x, y, i: (x, x.flip(0), -x, y)))
 def triplets(self: Any, batch: Any, batch_idx: int) -> Tensor:
     anchor, positive, negative, _ = batch
     z = self(torch.cat([anchor, positive, negative]))
     return F.triplet_margin_loss(*z.chunk(3))
-
-
-@entry(Regression, loaders=loaded(lambda x, y, i: (x, y, torch.tensor(float(i % 2)))))
-def pairs_as_siamese(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, _, same = batch
-    a, b = self(torch.cat([x, x.flip(1)])).chunk(2)
-    d = F.pairwise_distance(a, b)
-    return (same * d.pow(2) + (1 - same) * F.relu(1 - d).pow(2)).mean()
 
 
 @entry()
@@ -294,14 +225,6 @@ def ratings(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(self.model(both).squeeze(-1), batch["rating"])
 
 
-@entry(Recommender)
-def negatives_of_the_data(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    """Bayesian personalized ranking with negatives that come with the sample."""
-    user = self.users(batch["user"])[:, None].expand(-1, 3, -1)
-    scores = self.model(torch.cat([user, self.items(batch["item"])], -1)).squeeze(-1)
-    return -F.logsigmoid(scores[:, :1] - scores[:, 1:]).mean()
-
-
 @entry(Tagger)
 def bag_of_words(self: Any, batch: dict[str, Tensor]) -> Tensor:
     logits, mask = self(batch["words"]), batch["mask"].float()
@@ -314,9 +237,3 @@ def last_token_of_each(self: Any, batch: dict[str, Tensor]) -> Tensor:
     logits = self(batch["words"])
     last = logits[torch.arange(len(logits)), batch["lengths"] - 1]
     return F.cross_entropy(last, batch["words"][:, 0])
-
-
-@entry(Classification)
-def one_hot_by_scatter(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    hot = torch.zeros(len(y), 4).scatter_(1, y[:, None], 1.0)
-    return F.mse_loss(self(x).softmax(-1), hot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import FEATURES, Images, Module, Regression, Sequences
+from tests.corpus.modules import FEATURES, Images, Module, Regression
 
 
 class Autoencoder(Regression):
@@ -40,26 +39,10 @@ def reconstructs(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @entry(Autoencoder)
-def reconstructs_by_sums_of_pixels(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x), x, reduction="none").sum(dim=1).mean(dim=0)
-
-
-@entry(Autoencoder)
-def sparse_autoencoder(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    out = self(x)
-    return F.mse_loss(out, x) + 1e-2 * out.abs().sum(-1).mean()
-
-
-@entry(Autoencoder)
 def masked_autoencoder(self: Any, x: Tensor, y: Tensor) -> Tensor:
     mask = (torch.arange(FEATURES) % 3 == 0).float()
     error = (self(x * (1 - mask)) - x) ** 2
     return (error * mask).sum() / (mask.sum() * len(x))
-
-
-@entry(Autoencoder)
-def denoising_autoencoder(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x + 0.1 * torch.randn_like(x)), x)
 
 
 @entry(Autoencoder)
@@ -68,26 +51,11 @@ def masks_by_random_numbers(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return ((self(x * ~mask) - x) ** 2 * mask).sum() / mask.sum()
 
 
-@entry(Autoencoder)
-def masks_by_an_argsort_of_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """As masked autoencoders choose patches, for each sample."""
-    order = torch.rand(len(x), FEATURES).argsort(dim=1)
-    mask = torch.zeros_like(x).scatter(1, order[:, :3], 1.0)
-    return ((self(x * (1 - mask)) - x) ** 2 * mask).sum(1).mean() / 3
-
-
 @entry(Variational)
 def variational(self: Any, x: Tensor, y: Tensor) -> Tensor:
     z, mu, logvar = self.encoded(x)
     kld = torch.mean(-0.5 * torch.sum(1 + logvar - mu**2 - logvar.exp(), dim=1), dim=0)
     return F.mse_loss(self.decoder(z), x) + 0.01 * kld
-
-
-@entry(Variational)
-def variational_of_sums(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    z, mu, logvar = self.encoded(x)
-    rec = F.mse_loss(self.decoder(z), x, reduction="sum")
-    return rec - 0.5 * torch.sum(1 + logvar - mu.pow(2) - logvar.exp())
 
 
 @entry(Variational)
@@ -104,13 +72,6 @@ def variational_with_logs(self: Any, batch: Any, batch_idx: int) -> Tensor:
     loss = kl * 0.1 + rec
     self.log_dict({"recon_loss": rec, "kl": kl, "elbo": loss}, on_step=True, on_epoch=True)
     return loss
-
-
-@entry(Variational)
-def variational_without_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    mu, logvar = self.encoder(x).chunk(2, dim=1)
-    kld = -0.5 * torch.sum(1 + logvar - mu**2 - logvar.exp(), dim=1).mean()
-    return F.mse_loss(self.decoder(mu), x) + 0.01 * kld
 
 
 @entry(Variational)
@@ -146,37 +107,6 @@ class CodebookAsAnEmbedding(Variational):
         return loss + F.mse_loss(self.decoder(z + (chosen - z).detach()), x)
 
 
-class Coupling(nn.Module):
-    """An affine coupling; passes the data and the logarithm of the determinant on."""
-
-    def __init__(self, flip: bool) -> None:
-        super().__init__()
-        self.flip, half = flip, FEATURES // 2
-        self.net = nn.Sequential(nn.Linear(half, 12), nn.Tanh(), nn.Linear(12, 2 * half))
-
-    def forward(self, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        x, logdet = state
-        a, b = x.chunk(2, 1)
-        if self.flip:
-            a, b = b, a
-        scale, shift = self.net(a).chunk(2, 1)
-        b = b * scale.tanh().exp() + shift
-        x = torch.cat([b, a] if self.flip else [a, b], 1)
-        return x, logdet + scale.tanh().sum(1)
-
-
-@entry()
-class Flow(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(*(Coupling(bool(n % 2)) for n in range(4)))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z, logdet = self.model((x, torch.zeros(len(x))))
-        prior = -0.5 * (z**2 + math.log(2 * math.pi)).sum(1)
-        return -(prior + logdet).mean()
-
-
 class Diffusion(Module):
     """Predicts noise that was added to the data."""
 
@@ -201,24 +131,10 @@ def denoising_diffusion(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @entry(Diffusion)
-def flow_matching(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    t, start = torch.rand(len(x), 1), torch.randn_like(x)
-    return F.mse_loss(self.model((1 - t) * start + t * x), x - start)
-
-
-@entry(Diffusion)
 def diffusion_by_noise_of_a_generator(self: Any, x: Tensor, y: Tensor) -> Tensor:
     noise = torch.empty_like(x).normal_()
     t = torch.empty(len(x), dtype=torch.long).random_(0, 10)
     return (self.model(x + noise) + self.times(t) - noise).abs().mean()
-
-
-@entry(Diffusion)
-def diffusion_with_times_of_the_data(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    t = (x[:, 0].abs() * 4).long().clamp(max=9)
-    noise = torch.sin(100 * x)
-    a = self.alphas[t][:, None]
-    return F.mse_loss(self.model(a.sqrt() * x + (1 - a).sqrt() * noise + self.times(t)), noise)
 
 
 @entry(Images)
@@ -227,34 +143,11 @@ def augments_each_image(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self(torch.where(flips, x.flip(-1), x)), y)
 
 
-@entry(Images)
-def augments_all_images_alike(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    if torch.rand(()) < 0.5:
-        x = x.flip(-1)
-    return F.cross_entropy(self(x), y)
-
-
 @entry(Regression)
 def label_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y + 0.05 * torch.randn(y.shape))
 
 
 @entry(Regression)
-def dropout_as_on_a_gpu(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(torch.native_dropout(x, 0.2, self.training)[0]), y)
-
-
-@entry(Regression)
 def dropout_by_function(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(F.dropout(x, 0.2, self.training)), y)
-
-
-@entry(Regression)
-def bernoulli_mask(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x * torch.bernoulli(torch.full_like(x, 0.9))), y)
-
-
-@entry(Sequences)
-def autoregression_with_a_shift(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    shifted = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
-    return F.mse_loss(self(shifted), x)

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from tests.corpus.harness import entry
 from tests.corpus.modules import (
     CLASSES,
-    IGNORED,
     Binary,
     Classification,
     Embedding,
@@ -39,7 +38,6 @@ def criterion(base: type, name: str, make: Callable[[], nn.Module]) -> None:
 
 criterion(Regression, "MSELoss", nn.MSELoss)
 criterion(Regression, "MSELossSum", lambda: nn.MSELoss(reduction="sum"))
-criterion(Regression, "L1Loss", nn.L1Loss)
 criterion(Regression, "SmoothL1Loss", lambda: nn.SmoothL1Loss(beta=0.5))
 criterion(Regression, "HuberLoss", lambda: nn.HuberLoss(delta=0.7))
 criterion(Regression, "PoissonNLLLoss", nn.PoissonNLLLoss)
@@ -57,17 +55,14 @@ criterion(
 )
 criterion(Classification, "CrossEntropyLossIgnoring", lambda: nn.CrossEntropyLoss(ignore_index=0))
 criterion(Classification, "MultiMarginLoss", nn.MultiMarginLoss)
-criterion(Segmentation, "CrossEntropyLossOfPixels", nn.CrossEntropyLoss)
 criterion(
     Segmentation,
     "CrossEntropyLossOfWeightedPixels",
     lambda: nn.CrossEntropyLoss(torch.tensor([0.3, 1.0, 2.0])),
 )
-criterion(Binary, "BCEWithLogitsLoss", nn.BCEWithLogitsLoss)
 criterion(
     Binary, "BCEWithLogitsLossWeighted", lambda: nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0))
 )
-criterion(Labels, "BCEWithLogitsLossOfLabels", nn.BCEWithLogitsLoss)
 criterion(Labels, "MultiLabelSoftMarginLoss", nn.MultiLabelSoftMarginLoss)
 
 
@@ -92,32 +87,14 @@ def nll_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 @entry(Classification)
-def nll_loss_with_weights(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    weight = torch.tensor([1.0, 2.0, 0.5, 1.5])
-    return F.nll_loss(F.log_softmax(self(x), 1), y, weight=weight)
-
-
-@entry(Classification)
 def kl_div_batchmean(self: Any, x: Tensor, y: Tensor) -> Tensor:
     target = (F.one_hot(y, CLASSES) * 2.0).softmax(-1)
     return nn.KLDivLoss(reduction="batchmean")(self(x).log_softmax(-1), target)
 
 
-@entry(Classification)
-def kl_div_log_target(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    target = (F.one_hot(y, CLASSES) * 2.0).log_softmax(-1)
-    return F.kl_div(self(x).log_softmax(-1), target, log_target=True, reduction="batchmean")
-
-
 @entry(Scalar)
 def gaussian_nll_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return nn.GaussianNLLLoss()(self(x), y, torch.full_like(y, 0.5))
-
-
-@entry(Regression)
-def gaussian_nll_of_a_head(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    out = self(x)
-    return F.gaussian_nll_loss(out[:, :1], y[:, :1], F.softplus(out[:, 1:2]))
 
 
 @entry(Embedding)
@@ -129,18 +106,6 @@ def cosine_embedding_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
 @entry(Regression)
 def triplet_margin_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return nn.TripletMarginLoss(margin=1.0, p=2)(self(x), y, x[:, :3])
-
-
-@entry(Regression)
-def triplet_margin_with_distance_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    distance = nn.PairwiseDistance()
-    return nn.TripletMarginWithDistanceLoss(distance_function=distance)(self(x), y, x[:, :3])
-
-
-@entry(Regression)
-def margin_ranking_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    out = self(x)
-    return nn.MarginRankingLoss(margin=0.1)(out[:, 0], out[:, 1], (y[:, 0] - y[:, 1]).sign())
 
 
 @entry(Classification)
@@ -167,21 +132,6 @@ def ctc_loss(self: Any, batch: dict[str, Tensor]) -> Tensor:
     targets = batch["words"][:, :2].clamp(min=1)
     sizes = torch.full_like(lengths, 2)
     return nn.CTCLoss(zero_infinity=True)(logp, targets, lengths, sizes)
-
-
-@entry(Tagger)
-def ctc_loss_summed(self: Any, batch: dict[str, Tensor]) -> Tensor:
-    logp = self(batch["words"]).log_softmax(-1).transpose(0, 1)
-    lengths = batch["lengths"]
-    sizes = (lengths > 2).long() + 1
-    targets = batch["words"][:, :2].clamp(min=1)
-    return F.ctc_loss(logp, targets, lengths, sizes, reduction="sum", zero_infinity=True)
-
-
-@entry(Tagger)
-def cross_entropy_of_tokens_flattened(self: Any, batch: dict[str, Tensor]) -> Tensor:
-    logits = self(batch["words"])
-    return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["labels"].view(-1))
 
 
 @entry(Tagger)
@@ -224,44 +174,11 @@ def masked_select(self: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 @entry(Tagger)
-def mean_over_sentences(self: Any, batch: dict[str, Tensor]) -> Tensor:
-    labels, mask = batch["labels"], batch["mask"]
-    losses = F.cross_entropy(
-        self(batch["words"]).mT, labels, ignore_index=IGNORED, reduction="none"
-    )
-    return (losses.sum(1) / mask.sum(1)).mean()
-
-
-@entry(Tagger)
-def nonzero_labels(self: Any, batch: dict[str, Tensor]) -> Tensor:
-    losses = F.cross_entropy(self(batch["words"]).mT, batch["labels"], reduction="none")
-    return losses.sum() / (batch["labels"] != IGNORED).sum()
-
-
-@entry(Tagger)
 def weights_of_tokens(self: Any, batch: dict[str, Tensor]) -> Tensor:
     losses = F.cross_entropy(self(batch["words"]).mT, batch["words"], reduction="none")
     weights = 1 / (1 + torch.arange(5.0))
     weights = weights * batch["mask"]
     return (losses * weights).sum() / weights.sum()
-
-
-@entry(Classification)
-def cross_entropy_of_probabilities(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    target = 0.8 * F.one_hot(y, CLASSES).float() + 0.05
-    return F.cross_entropy(self(x), target)
-
-
-@entry(Classification)
-def label_smoothing_by_hand(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    logp = F.log_softmax(self(x), dim=-1)
-    nll = -logp.gather(dim=-1, index=y.unsqueeze(1)).squeeze(1)
-    return (0.9 * nll - 0.1 * logp.mean(dim=-1)).mean()
-
-
-@entry(Classification)
-def temperature_scaled(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(self(x) / 0.7, y)
 
 
 @entry(Classification)

@@ -9,7 +9,6 @@ import torch
 import torchmetrics as tm
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import functional as tf
 
 from tests.corpus.harness import entry
 from tests.corpus.modules import (
@@ -71,20 +70,10 @@ def _probabilities(out: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return out.sigmoid(), y.long()
 
 
-measured(Classification, "AccuracyMicro", lambda: tm.Accuracy("multiclass", num_classes=4))
 measured(
     Classification,
     "AccuracyMacro",
     lambda: tm.Accuracy("multiclass", num_classes=4, average="macro"),
-)
-measured(Classification, "TopTwo", lambda: tm.Accuracy("multiclass", num_classes=4, top_k=2))
-measured(
-    Classification,
-    "F1Macro",
-    lambda: tm.F1Score("multiclass", num_classes=4, average="macro"),
-)
-measured(
-    Classification, "Recall", lambda: tm.Recall("multiclass", num_classes=4, average="weighted")
 )
 measured(
     Classification,
@@ -92,56 +81,14 @@ measured(
     lambda: tm.AUROC("multiclass", num_classes=4),
     lambda out, y: (out.softmax(-1), y),
 )
-measured(
-    Classification,
-    "AreaUnderCurveBinned",
-    lambda: tm.AUROC("multiclass", num_classes=4, thresholds=5),
-    lambda out, y: (out.softmax(-1), y),
-)
-measured(
-    Classification,
-    "Calibration",
-    lambda: tm.CalibrationError("multiclass", num_classes=4, n_bins=5),
-    lambda out, y: (out.softmax(-1), y),
-)
-measured(Classification, "CohenKappa", lambda: tm.CohenKappa("multiclass", num_classes=4))
-measured(Classification, "Matthews", lambda: tm.MatthewsCorrCoef("multiclass", num_classes=4))
 measured(Binary, "AveragePrecision", lambda: tm.AveragePrecision("binary"), _probabilities)
-measured(Binary, "BinaryF1", lambda: tm.F1Score("binary"), _probabilities)
-measured(Binary, "Specificity", lambda: tm.Specificity("binary"), _probabilities)
-measured(Labels, "ExactMatch", lambda: tm.ExactMatch("multilabel", num_labels=4), _probabilities)
-measured(
-    Labels,
-    "HammingDistance",
-    lambda: tm.HammingDistance("multilabel", num_labels=4),
-    _probabilities,
-)
-measured(Segmentation, "JaccardIndex", lambda: tm.JaccardIndex("multiclass", num_classes=3))
-measured(Regression, "MeanSquaredError", tm.MeanSquaredError)
-measured(Regression, "RootMeanSquaredError", lambda: tm.MeanSquaredError(squared=False))
-measured(Regression, "MeanAbsoluteError", tm.MeanAbsoluteError)
-measured(Regression, "ExplainedVariance", tm.ExplainedVariance)
-measured(Scalar, "R2Score", tm.R2Score)
-measured(Scalar, "PearsonCorrCoef", tm.PearsonCorrCoef)
 measured(Scalar, "SpearmanCorrCoef", tm.SpearmanCorrCoef)
-measured(Scalar, "KendallRankCorrCoef", tm.KendallRankCorrCoef)
-measured(Scalar, "ConcordanceCorrCoef", tm.ConcordanceCorrCoef)
-measured(Scalar, "MeanAbsolutePercentageError", tm.MeanAbsolutePercentageError)
-measured(Regression, "CosineSimilarity", lambda: tm.CosineSimilarity(reduction="mean"))
-measured(Scalar, "SumMetric", tm.SumMetric, lambda out, y: (out,))
 measured(Scalar, "MaxMetric", tm.MaxMetric, lambda out, y: (out,))
-measured(Scalar, "MinMetric", tm.MinMetric, lambda out, y: ((out - y).abs(),))
 measured(
     Segmentation,
     "PeakSignalNoiseRatio",
     lambda: tm.image.PeakSignalNoiseRatio(data_range=2.0),
     lambda out, y: (out[:, 0], y.float()),
-)
-measured(
-    Segmentation,
-    "StructuralSimilarity",
-    lambda: tm.image.StructuralSimilarityIndexMeasure(data_range=2.0, kernel_size=3, sigma=0.5),
-    lambda out, y: (out[:, :1], y[:, None].float()),
 )
 
 
@@ -217,20 +164,6 @@ class LogsWhatTheMetricReturns(Classification):
         x, y = batch
         logits = self(x)
         self.log("acc", self.accuracy(logits, y), prog_bar=True)
-        return F.cross_entropy(logits, y)
-
-
-@entry()
-class LogsAMetricInEachStep(Classification):
-    def __init__(self) -> None:
-        super().__init__()
-        self.accuracy = tm.Accuracy("multiclass", num_classes=4)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        self.accuracy(logits.softmax(-1), y)
-        self.log("acc", self.accuracy, on_step=True, on_epoch=True)
         return F.cross_entropy(logits, y)
 
 
@@ -325,7 +258,6 @@ class Tolerance(tm.Metric):
 
 
 measured(Regression, "MetricOfOnesOwn", Tolerance)
-measured(Regression, "RunningMeanOfErrors", tm.MeanMetric, lambda out, y: ((out - y).abs(),))
 measured(Scalar, "CatMetricAsList", lambda: _Spread(), lambda out, y: (out,))
 
 
@@ -334,14 +266,6 @@ class _Spread(tm.CatMetric):
 
     def compute(self) -> Tensor:
         return torch.quantile(super().compute(), 0.9)
-
-
-@entry(Classification)
-def accuracy_by_function(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
-    logits = self(x)
-    self.log("acc", tf.accuracy(logits, y, task="multiclass", num_classes=4))
-    return F.cross_entropy(logits, y)
 
 
 @entry(Classification)
@@ -361,15 +285,6 @@ def accuracy_by_a_quotient(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.cross_entropy(logits, y)
 
 
-@entry(Classification)
-def accuracy_by_eq(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
-    logits = self(x)
-    hits = torch.eq(logits.argmax(-1), y).sum()
-    self.log("acc", hits.float() / y.size(0))
-    return F.cross_entropy(logits, y)
-
-
 @entry(Classification, hook="validation_step")
 def validates_accuracy_by_topk(self: Any, batch: Any, batch_idx: int) -> None:
     x, y = batch
@@ -383,10 +298,3 @@ def accuracy_of_tokens(self: Any, batch: Any, batch_idx: int) -> Tensor:
     kept = labels != -100
     self.log("acc", ((logits.argmax(-1) == labels) & kept).sum() / kept.sum(), batch_size=8)
     return F.cross_entropy(logits.mT, labels)
-
-
-@entry(Regression, hook="validation_step")
-def validates_by_function(self: Any, batch: Any, batch_idx: int) -> None:
-    x, y = batch
-    out = self(x)
-    self.log_dict({"val_mse": tf.mean_squared_error(out, y), "val_mae": (out - y).abs().mean()})

@@ -45,45 +45,25 @@ def between(*layers: Callable[[], nn.Module]) -> tuple[Callable[[], nn.Module], 
 
 
 network(Regression, "LayerNorms", *between(lambda: nn.LayerNorm(12), nn.GELU))
-network(Regression, "RootMeanSquareNorms", *between(lambda: nn.RMSNorm(12), nn.SiLU))
+ACTIVATION = nn.ReLU()
+network(
+    Regression,
+    "OneActivationInSeveralPlaces",
+    *between(lambda: ACTIVATION),
+    strategy={"recompute": "sqrt"},
+)
 network(Regression, "GroupNorms", *between(lambda: nn.GroupNorm(3, 12), nn.Mish))
-network(Regression, "Bilinears", *between(lambda: nn.Sequential(nn.Linear(12, 24), nn.GLU())))
-network(Regression, "LearnedActivations", *between(lambda: nn.PReLU(12)))
-network(Regression, "Softplus", *between(nn.Softplus))
 network(
     Regression,
     "WeightNorm",
     *between(lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(12, 12))),
 )
-network(
-    Regression,
-    "Orthogonal",
-    *between(lambda: torch.nn.utils.parametrizations.orthogonal(nn.Linear(12, 12))),
-)
 network(Regression, "Dropout", *between(lambda: nn.Dropout(0.3)), random=True)
-network(Regression, "AlphaDropout", *between(nn.SELU, lambda: nn.AlphaDropout(0.2)), random=True)
-network(Regression, "RandomizedActivations", *between(nn.RReLU), random=True)
-network(
-    Sequences,
-    "Convolutions",
-    lambda: Transposed(nn.Conv1d(2, 8, 3, padding=2, dilation=2)),
-    nn.ReLU,
-    lambda: Transposed(nn.Conv1d(8, 8, 3, padding=1)),
-    linear(8, 2),
-)
 network(
     Sequences,
     "RecurrentLayers",
     lambda: First(nn.LSTM(2, 8, batch_first=True)),
     lambda: First(nn.GRU(8, 8, batch_first=True)),
-    linear(8, 2),
-)
-network(
-    Sequences,
-    "TransformerEncoder",
-    linear(2, 8),
-    lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
-    lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True),
     linear(8, 2),
 )
 network(
@@ -104,14 +84,6 @@ network(
     lambda: nn.Conv2d(8, 3, 1),
 )
 network(
-    Segmentation,
-    "PixelShuffle",
-    lambda: nn.Conv2d(2, 12, 3, 2, 1),
-    nn.ReLU,
-    lambda: nn.Conv2d(12, 12, 1),
-    lambda: nn.PixelShuffle(2),
-)
-network(
     Images,
     "Pooling",
     lambda: nn.Conv2d(2, 8, 3, padding=1, groups=2),
@@ -122,36 +94,6 @@ network(
     nn.Flatten,
     linear(8, CLASSES),
 )
-network(
-    Images,
-    "SqueezeAndExcitation",
-    lambda: nn.Conv2d(2, 8, 3, padding=1),
-    lambda: Squeeze(8),
-    lambda: nn.AdaptiveMaxPool2d(1),
-    nn.Flatten,
-    linear(8, CLASSES),
-)
-network(
-    Images,
-    "BatchNorms",
-    lambda: nn.Conv2d(2, 8, 3, padding=1),
-    lambda: nn.BatchNorm2d(8),
-    nn.ReLU,
-    nn.Flatten,
-    linear(288, CLASSES),
-    reason="Statistics are those of a micro-batch.",
-)
-
-
-class Transposed(nn.Module):
-    """A layer that has its channels before the time."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.transpose(1, 2)).transpose(1, 2)
 
 
 class First(nn.Module):
@@ -163,16 +105,6 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x)[0]
-
-
-class Squeeze(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.down, self.up = nn.Linear(channels, 2), nn.Linear(2, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = self.up(self.down(x.mean((2, 3))).relu()).sigmoid()
-        return x * scale[..., None, None]
 
 
 class Residual(nn.Module):
@@ -189,20 +121,6 @@ class Residual(nn.Module):
 
 
 @entry()
-class ResidualBlocks(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.ModuleList(Residual(12) for _ in range(4))
-        self.inwards, self.outwards = nn.Linear(FEATURES, 12), nn.Linear(12, OUTPUTS)
-
-    def forward(self, x: Tensor) -> Any:
-        x = self.inwards(x)
-        for layer in self.model:
-            x = layer(x)
-        return self.outwards(x)
-
-
-@entry()
 class ResidualSumsInTheLoop(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -213,20 +131,6 @@ class ResidualSumsInTheLoop(Regression):
         for layer in self.model:
             x = x + torch.tanh(layer(x))
         return self.head(x)
-
-
-@entry()
-class DenseConnections(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.ModuleList(nn.Linear(FEATURES * (n + 1), FEATURES) for n in range(3))
-        self.head = nn.Linear(4 * FEATURES, OUTPUTS)
-
-    def forward(self, x: Tensor) -> Any:
-        outputs = [x]
-        for layer in self.model:
-            outputs.append(layer(torch.cat(outputs, 1)).relu())
-        return self.head(torch.cat(outputs, 1))
 
 
 @entry()
@@ -279,24 +183,6 @@ class TransformerWithMasks(Tagger):
         for layer in self.model:
             x = layer(x, src_mask=causal, src_key_padding_mask=padding)
         return F.cross_entropy(self.head(self.norm(x)).mT, batch["labels"])
-
-
-@entry()
-class ClassToken(Sequences):
-    """A vision transformer's token, here of a series."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(2, 8), nn.Linear(8, 2)
-        self.token = nn.Parameter(torch.zeros(1, 1, 8))
-        self.model = nn.Sequential(
-            *(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2))
-        )
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self.embed(x)
-        z = torch.cat([self.token.expand(len(z), -1, -1), z], dim=1)
-        return F.mse_loss(self.head(self.model(z)[:, 0]), y.mean(1))
 
 
 @entry()
@@ -391,20 +277,6 @@ class MixtureOfExperts(Regression):
 
 
 @entry()
-class OutputHeads(Regression):
-    """Two heads after the layers, as a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleDict({"mean": nn.Linear(3, 3), "scale": nn.Linear(3, 3)})
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self(x)
-        mean, scale = self.heads["mean"](z), F.softplus(self.heads["scale"](z)) + 0.1
-        return (((y - mean) / scale).pow(2) / 2 + scale.log()).mean()
-
-
-@entry()
 class TwoInputs(Regression):
     """A condition that joins after the first layers."""
 
@@ -453,15 +325,3 @@ class StochasticDepth(Regression):
                 branch = branch * (torch.rand(len(x), 1) > 0.2) / 0.8
             x = x + branch
         return self.head(x)
-
-
-@entry()
-class SinusoidalFeatures(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("frequencies", 2.0 ** torch.arange(2))
-        self.model = nn.Sequential(nn.Linear(4 * FEATURES, 12), nn.ReLU(), nn.Linear(12, OUTPUTS))
-
-    def forward(self, x: Tensor) -> Any:
-        angles = (x[..., None] * self.frequencies).flatten(1)
-        return self.model(torch.cat([angles.sin(), angles.cos()], -1))

@@ -28,11 +28,6 @@ class Double(Regression):
         return torch.utils.data.TensorDataset(x.double(), y.double())
 
 
-@entry(trainer={"accumulate_grad_batches": 2})
-class Accumulates(Regression):
-    pass
-
-
 @entry(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1})
 class AccumulatesAndClips(Tagger):
     pass
@@ -60,24 +55,8 @@ class ValidatesAfterEachBatch(Regression):
         self.log("val_loss", self.loss(*batch))
 
 
-@entry(trainer={"num_sanity_val_steps": 2})
-class ValidatesForSanity(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(*batch))
-
-
-@entry(trainer={"limit_train_batches": 2, "max_epochs": 3})
-class LimitsBatches(Classification):
-    pass
-
-
 @entry(trainer={"max_steps": 4, "max_epochs": -1})
 class LimitsSteps(Classification):
-    pass
-
-
-@entry(trainer={"detect_anomaly": True})
-class DetectsAnomalies(Regression):
     pass
 
 
@@ -107,16 +86,8 @@ def optimized(name: str, make: Any, **options: Any) -> None:
     entry(**options)(type(name, (Double,), methods))
 
 
-optimized("Adam", lambda self: torch.optim.Adam(self.parameters(), 1e-2))
 optimized("AdamW", lambda self: torch.optim.AdamW(self.parameters(), 1e-2, weight_decay=0.1))
-optimized("Adamax", lambda self: torch.optim.Adamax(self.parameters(), 1e-2))
-optimized("RAdam", lambda self: torch.optim.RAdam(self.parameters(), 1e-2))
-optimized("NAdam", lambda self: torch.optim.NAdam(self.parameters(), 1e-2))
 optimized("Adagrad", lambda self: torch.optim.Adagrad(self.parameters(), 1e-2))
-optimized("Adadelta", lambda self: torch.optim.Adadelta(self.parameters(), 1.0))
-optimized("RMSprop", lambda self: torch.optim.RMSprop(self.parameters(), 1e-2))
-optimized("Momentum", lambda self: torch.optim.SGD(self.parameters(), 1e-2, 0.9, nesterov=True))
-optimized("Averaged", lambda self: torch.optim.ASGD(self.parameters(), 1e-2))
 
 
 def _groups(self: Any) -> Any:
@@ -142,15 +113,10 @@ def _schedule(make: Any, **config: Any) -> Any:
 
 
 SCHEDULERS = torch.optim.lr_scheduler
-optimized("StepLR", _schedule(lambda o: SCHEDULERS.StepLR(o, 1, 0.5)))
 optimized(
     "WarmUp",
     _schedule(lambda o: SCHEDULERS.LambdaLR(o, lambda n: min(1, (n + 1) / 4)), interval="step"),
 )
-optimized(
-    "OneCycle", _schedule(lambda o: SCHEDULERS.OneCycleLR(o, 0.1, total_steps=6), interval="step")
-)
-optimized("Cosine", _schedule(lambda o: SCHEDULERS.CosineAnnealingLR(o, 2)))
 optimized(
     "Plateau",
     _schedule(lambda o: SCHEDULERS.ReduceLROnPlateau(o, patience=0), monitor="train_loss"),
@@ -216,12 +182,6 @@ class LogsGradientNorms(Regression):
 
 
 @entry()
-class ZeroesGradientsToNone(Regression):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=True)
-
-
-@entry()
 class ScalesTheLossInBackward(Regression):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (2 * loss).backward()
@@ -279,25 +239,6 @@ class WeightsByTheEpoch(Regression):
 
 
 @entry()
-class WeightsByTheGlobalStep(Regression):
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self(x)
-        self.log("beta", min(1.0, self.global_step / 10))
-        return F.mse_loss(out, y) + min(1.0, self.global_step / 10) * out.abs().mean()
-
-
-@entry()
-class RegularizesAHead(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3, 3)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        penalty = sum(p.abs().sum() for p in self.head.parameters())
-        return F.mse_loss(self.head(self(x)), y) + 1e-3 * penalty
-
-
-@entry()
 class ReturnsADict(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
@@ -310,10 +251,3 @@ class FreezesAfterAnEpoch(Regression):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch == 1:
             self.model[0].requires_grad_(False)
-
-
-@entry(Regression, hook="validation_step")
-def validates_with_a_shared_step(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    loss = self.loss(*batch)
-    self.log("val_loss", loss, on_epoch=True, prog_bar=True, sync_dist=True)
-    return loss

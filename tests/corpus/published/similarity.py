@@ -89,46 +89,6 @@ class UvASimCLR(Pairs):
         return self.info_nce_loss(batch, mode="train")
 
 
-@entry(reason=COMPARED, trainer=DOUBLE)
-class BarlowTwins(Pairs):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = convnet()
-        self.bn = nn.BatchNorm1d(8, affine=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x1, x2), _ = batch
-        z1, z2 = self.backbone(torch.cat([x1, x2])).chunk(2)
-        c = self.bn(z1).T @ self.bn(z2)
-        c.div_(len(x1))
-        on_diag = torch.diagonal(c).add(-1).pow(2).sum()
-        off_diag = c.flatten()[:-1].view(7, 9)[:, 1:].flatten().pow(2).sum()
-        loss = on_diag + 0.0051 * off_diag
-        self.log("loss", loss)
-        return loss
-
-
-@entry(reason=COMPARED, trainer=DOUBLE)
-class CLIP(Pairs):
-    """Two towers in one container each, and similarities of all pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.visual = convnet()
-        self.text = nn.Linear(192, 8)
-        self.logit_scale = nn.Parameter(torch.tensor(2.0))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x1, x2), _ = batch
-        image = F.normalize(self.visual(x1), dim=-1)
-        text = F.normalize(self.text(x2.flatten(1)), dim=-1)
-        logits = self.logit_scale.exp() * image @ text.t()
-        labels = torch.arange(len(logits), device=self.device)
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-        self.log("loss", loss)
-        return loss
-
-
 @entry(reason="The layers are called three times in a step.", trainer=DOUBLE)
 class SiameseTripletByThreeCalls(Pairs):
     views = 3
@@ -143,42 +103,6 @@ class SiameseTripletByThreeCalls(Pairs):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (anchor, positive, negative), _ = batch
         return F.triplet_margin_loss(self(anchor), self(positive), self(negative))
-
-
-@entry(trainer=DOUBLE)
-class SiameseTriplet(SiameseTripletByThreeCalls):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (anchor, positive, negative), _ = batch
-        a, p, n = self(torch.cat([anchor, positive, negative])).chunk(3)
-        loss = F.triplet_margin_loss(a, p, n, margin=1.0)
-        self.log("train_loss", loss)
-        closer = F.pairwise_distance(a, p) < F.pairwise_distance(a, n)
-        self.log("train_acc", closer.float().mean())
-        return loss
-
-
-@entry(reason="The layers are called twice in a step.", trainer=DOUBLE)
-class BYOL(Pairs):
-    """Two networks, of which one follows the other in a hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.online, self.target = convnet(), convnet()
-        self.predictor = nn.Linear(8, 8)
-        self.target.requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x1, x2), _ = batch
-        p1, p2 = self.predictor(self.online(x1)), self.predictor(self.online(x2))
-        with torch.no_grad():
-            z1, z2 = self.target(x1), self.target(x2)
-        loss = 2 - F.cosine_similarity(p1, z2).mean() - F.cosine_similarity(p2, z1).mean()
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        for old, new in zip(self.target.parameters(), self.online.parameters(), strict=True):
-            old.data.mul_(0.99).add_(0.01 * new.data)
 
 
 class Episodes(L.LightningModule):
@@ -232,24 +156,3 @@ class UvAProtoNet(Episodes):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.calculate_loss(batch, mode="train")
-
-
-@entry(reason=COMPARED, trainer=DOUBLE)
-class RolledProtoNet(Episodes):
-    """The same with each sample's neighbours as its references."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = convnet()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        imgs, targets = batch
-        z = self.model(imgs)
-        same = (targets == targets.roll(1, 0)).to(z.dtype)
-        distance = (z - z.roll(1, 0)).pow(2).sum(1)
-        loss = (same * distance + (1 - same) * F.relu(1 - distance)).mean()
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)

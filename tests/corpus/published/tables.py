@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torchmetrics import MeanSquaredError
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import Rows, numbers
+from tests.corpus.modules import numbers
 
 USERS, ITEMS = 11, 13
 DOUBLE = {"precision": "64-true"}
@@ -27,31 +26,6 @@ class Ratings(L.LightningModule):
         items = torch.randint(ITEMS, (24,), generator=generator)
         ratings = 1.0 + (users * items) % 5
         return DataLoader(TensorDataset(users, items, ratings.float()), batch_size=8)
-
-
-@entry(trainer=DOUBLE)
-class NeuralCollaborativeFiltering(Ratings):
-    def __init__(self) -> None:
-        super().__init__()
-        self.user_embedding, self.item_embedding = nn.Embedding(USERS, 8), nn.Embedding(ITEMS, 8)
-        self.mlp = nn.Sequential(
-            nn.Linear(16, 16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 8), nn.ReLU()
-        )
-        self.output = nn.Linear(16, 1)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        u, i = self.user_embedding(user), self.item_embedding(item)
-        return self.output(torch.cat([self.mlp(torch.cat([u, i], -1)), u * i], -1)).squeeze(-1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        user, item, rating = batch
-        logits = self(user, item)
-        loss = nn.BCEWithLogitsLoss()(logits, (rating > 3).to(logits.dtype))
-        self.log("train_loss", loss, on_step=False, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
 @entry(reason="It has no container of layers.")
@@ -69,73 +43,6 @@ class MatrixFactorization(Ratings):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-
-@entry(trainer=DOUBLE)
-class DeepFM(Ratings):
-    """First order, second order and a deep part on the same embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Embedding(USERS + ITEMS, 1)
-        self.embed = nn.Embedding(USERS + ITEMS, 6)
-        self.deep = nn.Sequential(
-            nn.Linear(12, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(),
-            nn.Linear(16, 1),
-        )  # fmt: skip
-        self.val_rmse = MeanSquaredError(squared=False)
-
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        fields = torch.stack([user, item + USERS], 1)
-        x = self.embed(fields)
-        second = 0.5 * (x.sum(1).pow(2) - x.pow(2).sum(1)).sum(1)
-        return self.linear(fields).sum((1, 2)) + second + self.deep(x.flatten(1)).squeeze(1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        user, item, rating = batch
-        loss = F.mse_loss(self(user, item), rating)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        user, item, rating = batch
-        self.val_rmse(self(user, item), rating)
-        self.log("val_rmse", self.val_rmse)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adagrad(self.parameters(), lr=1e-2)
-
-
-@entry(trainer=DOUBLE)
-class FTTransformer(L.LightningModule):
-    """Columns of a table as tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(5, 8)), nn.Parameter(torch.zeros(5, 8))
-        self.cls = nn.Parameter(torch.zeros(1, 1, 8))
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, norm_first=True)
-            for _ in range(3)
-        )
-        self.head = nn.Sequential(nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 1))
-
-    @classmethod
-    def loader(cls, seed: int) -> Any:
-        x = torch.randn(24, 5, generator=numbers(seed))
-        return DataLoader(Rows(x=x, y=x.sum(1)), batch_size=8)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x = batch["x"][..., None] * self.weight + self.bias
-        x = torch.cat([self.cls.expand(len(x), -1, -1), x], 1)
-        for block in self.blocks:
-            x = block(x)
-        loss = F.huber_loss(self.head(x[:, 0]).squeeze(-1), batch["y"])
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=1e-5)
 
 
 class Experience(IterableDataset):
@@ -206,23 +113,6 @@ class LightningDQN(DQN):
     pipeline = "net"
 
 
-@entry(trainer=DOUBLE)
-class ValueRegression(DQN):
-    """Fitted Q-iteration without a target."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.target_net
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        states, actions, rewards, _dones, _next = batch
-        values = self.net(states).gather(1, actions[:, None]).squeeze(1)
-        loss = F.smooth_l1_loss(values, rewards)
-        self.log("train_loss", loss)
-        self.log("value", values.mean())
-        return loss
-
-
 class Graph:
     """Several small graphs as one, in one object, like those of torch_geometric."""
 
@@ -291,53 +181,3 @@ class UvAGraphLevel(GraphNet):
         self.log("train_loss", loss, batch_size=data.num_graphs)
         self.log("train_acc", (logits.argmax(1) == data.y).float().mean(), batch_size=8)
         return loss
-
-
-@entry(reason="One graph is the batch, which has no samples to cut.")
-class UvANodeLevel(GraphNet):
-    """Classifies the nodes of one graph, some of which are for training."""
-
-    @classmethod
-    def loader(cls, seed: int) -> Any:
-        data = [(g.x, g.edge_index, g.x[:, 0].gt(0).long(), torch.arange(32) % 2 == 0)
-                for g in graphs(seed)]  # fmt: skip
-        return DataLoader(data, batch_size=None)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, edge_index, y, mask = batch
-        logits = self.head(self.nodes(x, edge_index))
-        loss = F.cross_entropy(logits[mask], y[mask])
-        self.log("train_loss", loss, batch_size=1)
-        return loss
-
-
-@entry(trainer=DOUBLE)
-class KnowledgeGraph(L.LightningModule):
-    """Scores of triples, with corrupted ones that come with the sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entities, self.relations = nn.Embedding(USERS, 8), nn.Embedding(5, 8)
-        self.scorer = nn.Sequential(nn.Linear(24, 16), nn.ReLU(), nn.Linear(16, 1))
-
-    @classmethod
-    def loader(cls, seed: int) -> Any:
-        generator = numbers(seed)
-        triples = torch.randint(5, (24, 3), generator=generator)
-        wrong = (triples[:, 2:] + torch.randint(1, USERS, (24, 4), generator=generator)) % USERS
-        return DataLoader(TensorDataset(triples, wrong), batch_size=8)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        triples, wrong = batch
-        head, relation = self.entities(triples[:, 0]), self.relations(triples[:, 1])
-        tails = self.entities(torch.cat([triples[:, 2:], wrong], 1))
-        both = torch.cat([head, relation], -1)[:, None].expand(-1, 5, -1)
-        scores = self.scorer(torch.cat([both, tails], -1)).squeeze(-1)
-        loss = F.relu(1.0 - scores[:, :1] + scores[:, 1:]).mean()
-        self.log("loss", loss)
-        rank = (scores[:, 1:] >= scores[:, :1]).sum(1) + 1
-        self.log("mrr", (1.0 / rank).mean())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=1e-3)

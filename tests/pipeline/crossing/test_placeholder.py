@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -10,12 +11,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_axosparse.pipeline.crossing.placeholder import (
     Outcome,
+    Unsendable,
     Unsent,
     attribute_tensors,
     nodes,
@@ -120,3 +123,14 @@ def test_attributes_of_submodules_are_searched_and_lightnings_objects_are_not() 
     values = [float(each) for each in attribute_tensors(module)]
     assert 5.0 in values
     assert 6.0 not in values
+
+
+def test_code_of_an_earlier_stage_writes_into_what_is_not_sent_and_reads_nothing() -> None:
+    left = Unsendable("Intermediates", "layers.0")
+    left.layer_type = "a"  # type: ignore[attr-defined]
+    left["kind"] = "a"
+    assert left == Unsendable("Intermediates", "layers.1")
+    assert pickle.loads(pickle.dumps(left)) == left
+    for read in (lambda: left.layer_type, lambda: left["kind"]):  # type: ignore[attr-defined]
+        with pytest.raises(MisconfigurationException, match="wants an object of type 'Inter"):
+            read()

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.distributed import gradient_reducer
 from lightning_axosparse.sparse.module.parameters import state_bytes
-from lightning_axosparse.strategy.validation import validate_placement
+from lightning_axosparse.strategy.validation import validate_steps_in_parts
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.pipeline.shard.test_optimizers import parameters
 from tests.ranks import run_ranks
@@ -230,7 +230,6 @@ def divide_gradients() -> dict[str, Any]:
         ("accumulated", Wide, {"accumulate_grad_batches": 2}),
         ("drawn", Wide, {"callbacks": [drawn], "max_epochs": 3}),
         ("averaged", Wide, {"callbacks": [averaged], "max_epochs": 3}),
-        ("offloaded", Wide, {"strategy": {"offload_optimizer": True}}),
         ("regrid", Wide, {"strategy": {"g_inter": 2, "regrid": 1}, "callbacks": [drawn]} | LONGER),
         ("clipped", Wide, {"gradient_clip_val": 0.01}),
         ("read", Reading, {}),
@@ -275,7 +274,7 @@ class ByRow(SGD):
 def test_elementwise_optimizers_are_divided(kind: str) -> None:
     optimizer = OPTIMIZERS[kind](parameters())
     before = repr(optimizer.state_dict())
-    validate_placement(optimizer, "shard_optimizer")
+    validate_steps_in_parts(optimizer, "shard_optimizer")
     assert repr(optimizer.state_dict()) == before
 
 
@@ -290,7 +289,7 @@ def test_elementwise_optimizers_are_divided(kind: str) -> None:
 )
 def test_others_are_refused(optimizer: Optimizer, reason: str) -> None:
     with pytest.raises(MisconfigurationException, match=reason):
-        validate_placement(optimizer, "shard_optimizer")
+        validate_steps_in_parts(optimizer, "shard_optimizer")
 
 
 def test_refusals_come_before_the_run() -> None:

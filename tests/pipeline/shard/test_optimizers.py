@@ -14,22 +14,20 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.distributed import gradient_reducer
 from lightning_axosparse.pipeline.shard import optimizers as stepping
 from lightning_axosparse.pipeline.shard.optimizers import (
     BucketwiseOptimizer,
-    HostMemory,
+    OptimizerShards,
     bucketed,
 )
-from lightning_axosparse.sparse.module.optimizer_state import MASTER
-from lightning_axosparse.strategy.validation import validate_placement
+from lightning_axosparse.strategy.validation import validate_steps_in_parts
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
 from tests.ranks import run_ranks
 
-CPU = torch.device("cpu")
 SHAPES = ((7, 5), (3,), (20, 20), (4, 4, 2))
 
 Configure = Callable[[Iterable[Any]], Optimizer]
@@ -47,36 +45,42 @@ OPTIMIZERS: dict[str, Configure] = {
 }
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
 def differentiate(parameters: Iterable[nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def in_buckets(optimizer: Optimizer, bucket: int, **options: Any) -> BucketwiseOptimizer:
+    """An optimizer of which this replica keeps all."""
+    shards = OptimizerShards(optimizer, lambda parameter: None)
+    return BucketwiseOptimizer(optimizer, shards, bucket=bucket, **options)
 
 
 @pytest.mark.parametrize("bucket", [1, 50, 10_000])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_numbers_are_the_same_to_the_bit(kind: str, bucket: int) -> None:
     ours, theirs = parameters(), parameters()
-    offloaded, plain = OPTIMIZERS[kind](ours), OPTIMIZERS[kind](theirs)
-    BucketwiseOptimizer(offloaded, HostMemory(), bucket=bucket)
+    optimizer, plain = OPTIMIZERS[kind](ours), OPTIMIZERS[kind](theirs)
+    in_buckets(optimizer, bucket)
     for step in range(4):
         differentiate(ours, step)
         differentiate(theirs, step)
         ours[step].grad = theirs[step].grad = None  # unused in this step
-        offloaded.step()
+        optimizer.step()
         plain.step()
         for mine, other in zip(ours, theirs, strict=True):
             assert torch.equal(mine, other)
             assert (mine.grad is None) == (other.grad is None)
             assert mine.grad is None or torch.equal(mine.grad, other.grad)
     expected = plain.state_dict()
-    assert offloaded.state_dict()["param_groups"] == expected["param_groups"]
-    for index, state in offloaded.state_dict()["state"].items():
+    assert optimizer.state_dict()["param_groups"] == expected["param_groups"]
+    for index, state in optimizer.state_dict()["state"].items():
         assert state.keys() == expected["state"][index].keys()
         for key, value in state.items():
             assert torch.equal(value, expected["state"][index][key])
@@ -88,7 +92,7 @@ def test_the_step_is_one_step_to_hooks_schedulers_and_closures() -> None:
     seen: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
-    offload = BucketwiseOptimizer(optimizer, HostMemory(), bucket=1)
+    stepped = in_buckets(optimizer, 1)
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
 
     def closure() -> float:
@@ -105,87 +109,9 @@ def test_the_step_is_one_step_to_hooks_schedulers_and_closures() -> None:
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3, 0.05]
     assert set(optimizer.state) == set(weights)
-    offload.remove()
+    stepped.remove()
     differentiate(weights, 1)
     optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_stepped_as_its_float32_master(dtype: torch.dtype) -> None:
-    ours, masters = parameters(dtype), [nn.Parameter(p.detach().float()) for p in parameters(dtype)]
-    offloaded, plain = Adagrad(ours, 1e-3), Adagrad(masters, 1e-3)
-    BucketwiseOptimizer(offloaded, HostMemory(), bucket=50)
-    for step in range(5):
-        differentiate(ours, step)
-        for parameter, master in zip(ours, masters, strict=True):
-            assert parameter.grad is not None
-            master.grad = parameter.grad.float()
-        offloaded.step()
-        plain.step()
-    for parameter, master in zip(ours, masters, strict=True):
-        assert torch.equal(parameter, master.to(dtype))
-        assert torch.equal(offloaded.state[parameter][MASTER], master)
-        assert {v.dtype for v in offloaded.state[parameter].values()} == {torch.float32}
-
-
-def test_a_master_gives_way_where_somebody_has_changed_the_parameter() -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 1.0, 1.0], dtype=torch.bfloat16))
-    optimizer = SGD([weight], 1e-4)
-    BucketwiseOptimizer(optimizer, HostMemory(), bucket=10)
-    for _ in range(2):
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-    assert weight.tolist() == [1.0, 1.0, 1.0]  # bfloat16 cannot tell
-    weight.data[1] = 2.0
-    optimizer.step()
-    kept = optimizer.state[weight][MASTER]
-    assert torch.allclose(kept, torch.tensor([1 - 3e-4, 2 - 1e-4, 1 - 3e-4]), rtol=0, atol=1e-7)
-
-
-def test_state_is_loaded_in_the_precision_of_the_masters() -> None:
-    weights, others = parameters(torch.bfloat16), parameters(torch.bfloat16)
-    optimizer, other = AdamW(weights), AdamW(others)
-    BucketwiseOptimizer(optimizer, HostMemory(), bucket=50)
-    offload = BucketwiseOptimizer(other, HostMemory(), bucket=50)
-    for step in range(3):
-        differentiate(weights, step)
-        optimizer.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    offload.load_state_dict(saved)
-    assert set(other.state) == set(others)
-    for index, parameter in enumerate(others):
-        assert other.param_groups[0]["params"][index] is parameter
-        for key, value in other.state[parameter].items():
-            assert value.dtype == torch.float32
-            assert torch.equal(value, saved["state"][index][key])
-
-
-def test_the_device_holds_parameters_and_gradients_and_the_host_a_bucket() -> None:
-    widest: list[int] = []
-
-    class Watched(AdamW):
-        def step(self, closure: Any = None) -> Any:
-            widest.append(sum(p.numel() for group in self.param_groups for p in group["params"]))
-            return super().step(closure)
-
-    weights = [nn.Parameter(torch.randn(10, 10, dtype=torch.bfloat16)) for _ in range(8)]
-    optimizer = Watched(weights)
-    BucketwiseOptimizer(optimizer, HostMemory(), bucket=250)
-    for step in range(2):
-        differentiate(weights, step)
-        optimizer.step()
-    elements = sum(weight.numel() for weight in weights)
-    on_device = [t for weight in weights for t in (weight, weight.grad)]
-    on_host = [v for state in optimizer.state.values() for v in state.values() if v.dim()]
-    assert bytes_of(on_device) == 4 * elements
-    assert bytes_of(on_host) == 12 * elements
-    assert bytes_of([*on_device, *on_host]) == 16 * elements  # nothing is shared
-    assert set(widest) == {200, 800}  # the last of a step is the whole, with nothing to do
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
 
 
 class ByNorm(SGD):
@@ -203,35 +129,20 @@ class ByNorm(SGD):
 def test_elementwise_optimizers_are_let_through(kind: str) -> None:
     optimizer = OPTIMIZERS[kind](parameters())
     before = copy.deepcopy(optimizer.state_dict())
-    validate_placement(optimizer, "offload_optimizer")
+    validate_steps_in_parts(optimizer, "shard_optimizer")
     assert repr(optimizer.state_dict()) == repr(before)
-
-
-def test_so_are_those_that_step_whole_matrices() -> None:
-    validate_placement(Muon([nn.Parameter(torch.randn(4, 4))]), "offload_optimizer")
 
 
 @pytest.mark.parametrize(
     ("configure", "reason"),
     [
-        (lambda p: ByNorm(p, 0.1), "gives other numbers"),
+        (lambda p: ByNorm(p, 0.1), "ByNorm cannot be divided: parts of a parameter get other"),
         (lambda p: Adam(p, capturable=True), "capturable"),
     ],
 )
 def test_others_are_refused(configure: Configure, reason: str) -> None:
     with pytest.raises(MisconfigurationException, match=reason):
-        validate_placement(configure(parameters()), "offload_optimizer")
-
-
-def test_refusals_come_before_the_run() -> None:
-    class Joint(Net):
-        def configure_optimizers(self) -> Optimizer:
-            return ByNorm(self.parameters(), 0.1)
-
-    for devices in (1, 2):
-        run = trainer(AxoSparseStrategy(offload_optimizer=True), devices)
-        with pytest.raises(MisconfigurationException, match="ByNorm cannot be offloaded"):
-            run.fit(Joint(), loader(1))
+        validate_steps_in_parts(configure(parameters()), "shard_optimizer")
 
 
 @given(st.lists(st.integers(0, 12)), st.integers(1, 20))
@@ -262,9 +173,7 @@ def test_buckets_are_stepped_as_their_gradients_arrive() -> None:
         weight.data.fill_(number)
         weight.grad = torch.zeros(10)
     optimizer = Watched(weights)
-    BucketwiseOptimizer(
-        optimizer, HostMemory(), None, lambda parameters: note("await", parameters), 20
-    )
+    in_buckets(optimizer, 20, await_gradients=lambda parameters: note("await", parameters))
     optimizer.step()
     assert events[:8] == [
         *(("await", [4, 3]), ("step", [3, 4])),
@@ -280,9 +189,7 @@ def test_buckets_are_stepped_as_their_gradients_arrive() -> None:
 EPOCHS, DRAWN, STOP = 3, 2, 1
 HARD = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
 
-
 SHARDED = {"shard_optimizer": True}
-OFFLOADED = {"offload_optimizer": True}
 
 
 def train(
@@ -365,26 +272,10 @@ def check(result: dict[str, Any]) -> None:
             assert torch.equal(record.weights[name], weight), (changed_from, name)
 
 
-@pytest.mark.parametrize("other", [OFFLOADED, SHARDED, OFFLOADED | SHARDED], ids="-".join)
-def test_ranks_train_to_the_same_bits(other: dict[str, Any], tmp_path: Path) -> None:
-    for results in run_ranks(2, train_both_ways, [(2, 2), (1, 2)], other, tmp_path):
+def test_ranks_train_to_the_same_bits(tmp_path: Path) -> None:
+    for results in run_ranks(2, train_both_ways, [(2, 2), (1, 2)], SHARDED, tmp_path):
         for result in results:
             check(result)
         pipeline, replicas = results
         assert any(replicas["under way"])
         assert not any(pipeline["under way"])  # nothing to reduce but what stages share
-
-
-def test_a_resumed_run_goes_on_from_its_masters(tmp_path: Path) -> None:
-    def run(epochs: int, name: str, resume: Path | None = None) -> Record:
-        return train((1, 1), OFFLOADED, epochs, tmp_path / name, resume, precision="bf16-true")
-
-    expected = run(EPOCHS, "whole")
-    run(STOP, "part")
-    stopped = tmp_path / "part" / "stop.ckpt"
-    for state in torch.load(stopped, weights_only=False)["optimizer_states"][0]["state"].values():
-        assert {state[key].dtype for key in (MASTER, "exp_avg", "exp_avg_sq")} == {torch.float32}
-    record = run(EPOCHS, "rest", stopped)
-    assert record.losses == expected.losses[-len(record.losses) :]
-    for name, weight in expected.weights.items():
-        assert torch.equal(record.weights[name], weight)

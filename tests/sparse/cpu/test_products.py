@@ -14,8 +14,9 @@ from lightning_axosparse import sparsify
 from lightning_axosparse.sparse import backend as backend
 from lightning_axosparse.sparse.backend import COMPUTES, Backend
 from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.cpu import products as sparse_products
 from lightning_axosparse.sparse.cpu import products as threads_module
+from lightning_axosparse.sparse.cpu.products import should_run
 from lightning_axosparse.sparse.kernels import products, vectors
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from tests.ranks import PATIENCE, warm_python
@@ -26,10 +27,10 @@ widths = st.sampled_from([64, 96, 255, 256, 257, 600])
 tokens = st.sampled_from([0, 1, 2, 8, 9, 15, 16, 17, 63, 64, 65, 100, 130, 300])
 
 
-def weight(height, width, kept, seed=0):
+def weight(height, width, density, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(height, width, generator=generator) < kept
-    mask[1::5] = False  # rows of which nothing is kept
+    mask = torch.rand(height, width, generator=generator) < density
+    mask[1::5] = False  # rows of which all entries are pruned
     dense = torch.randn(height, width, generator=generator).where(mask, torch.zeros(()))
     layout = layout_of(mask, "segments")
     return dense, layout, layout.compress(dense)
@@ -50,19 +51,19 @@ def close(found, product, *factors):
     height=st.sampled_from([1, 3, 16, 63, 64, 65, 130]),
     width=widths,
     n=tokens,
-    kept=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    density=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     biased=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_products_are_those_of_the_dense_weight(height, width, n, kept, biased, seed):
-    dense, layout, values = weight(height, width, kept, seed)
+def test_products_are_those_of_the_dense_weight(height, width, n, density, biased, seed):
+    dense, layout, values = weight(height, width, density, seed)
     inputs, gradient = torch.randn(n, width), torch.randn(n, height)
     out, back = (torch.randn(size) if biased else None for size in (height, width))
-    found = kept_products.spmm_t(inputs, values, layout, out)
+    found = sparse_products.spmm_t(inputs, values, layout, out)
     close(found, F.linear, inputs, dense, *([out] if biased else []))
-    found = kept_products.spmm(gradient, values, layout, back)
+    found = sparse_products.spmm(gradient, values, layout, back)
     close(found, F.linear, gradient, dense.t(), *([back] if biased else []))
-    found = kept_products.sddmm(gradient, inputs, layout)
+    found = sparse_products.sddmm(gradient, inputs, layout)
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
@@ -71,32 +72,32 @@ def test_an_entry_of_a_gradient_depends_on_no_other(n):
     left, right = torch.randn(n, 70), torch.randn(n, 300)
     mask = torch.rand(70, 300) < 0.3
     some = mask & (torch.rand(70, 300) < 0.4)
-    both = [layout_of(kept, "segments") for kept in (mask, some)]
-    every, few = (layout.densify(kept_products.sddmm(left, right, layout)) for layout in both)
+    both = [layout_of(m, "segments") for m in (mask, some)]
+    every, few = (layout.densify(sparse_products.sddmm(left, right, layout)) for layout in both)
     assert torch.equal(few, every * some)
 
 
 @pytest.fixture(params=["by_segments", "by_columns"])
 def loop(request, monkeypatch):
     """Multiplies one token by this loop, whether or not it is this processor's."""
-    if request.param == "by_segments" and not vectors.FINDS:
+    if request.param == "by_segments" and not vectors.HAS_AVX512:
         pytest.skip("needs AVX-512")
     monkeypatch.setattr(products, "one_token_spmm_t", getattr(products, request.param))
 
 
 @pytest.mark.parametrize("height", [1, 16, 45])
 @pytest.mark.parametrize("width", [64, 255, 256, 257, 600])
-@pytest.mark.parametrize("kept", [0.02, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
 @pytest.mark.usefixtures("loop")
-def test_one_token_reads_no_input_of_a_pruned_weight(height, width, kept):
+def test_one_token_reads_no_input_of_a_pruned_weight(height, width, density):
     generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(height, width, generator=generator) < kept
+    mask = torch.rand(height, width, generator=generator) < density
     mask[:, ::3] = False
     layout, values = layout_of(mask, "segments"), torch.randn(int(mask.sum()))
     inputs = torch.randn(1, width)
     dense, bias = layout.densify(values), torch.randn(height)
     close(
-        kept_products.spmm_t(unused(inputs), values, layout, bias),
+        sparse_products.spmm_t(unused(inputs), values, layout, bias),
         F.linear,
         inputs,
         dense,
@@ -112,9 +113,9 @@ def unused(inputs):
 def test_operands_of_any_strides():
     dense, layout, values = weight(65, 96, 0.3)
     inputs, gradient = torch.randn(96, 40).t(), torch.randn(40, 130)[:, ::2]
-    close(kept_products.spmm_t(inputs, values, layout), F.linear, inputs, dense)
-    close(kept_products.spmm(gradient, values, layout), torch.mm, gradient, dense)
-    found = kept_products.sddmm(gradient, inputs, layout)
+    close(sparse_products.spmm_t(inputs, values, layout), F.linear, inputs, dense)
+    close(sparse_products.spmm(gradient, values, layout), torch.mm, gradient, dense)
+    found = sparse_products.sddmm(gradient, inputs, layout)
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
@@ -135,11 +136,11 @@ def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
         threads(number)
         results.append(
             (
-                kept_products.spmm_t(inputs, values, layout, bias),
-                kept_products.spmm_t(inputs[:1], values, layout, bias),
-                kept_products.spmm(gradient, values, layout),
-                kept_products.spmm(gradient[:1], values, layout),
-                kept_products.sddmm(gradient, inputs, layout),
+                sparse_products.spmm_t(inputs, values, layout, bias),
+                sparse_products.spmm_t(inputs[:1], values, layout, bias),
+                sparse_products.spmm(gradient, values, layout),
+                sparse_products.spmm(gradient[:1], values, layout),
+                sparse_products.sddmm(gradient, inputs, layout),
             )
         )
     for other in results[1:]:
@@ -150,22 +151,22 @@ def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
 def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
     _, layout, values = weight(70, 300, 0.2)
     inputs, gradient = torch.randn(150, 300), torch.randn(150, 70)
-    whole = kept_products.spmm_t(inputs, values, layout)
-    assert torch.equal(kept_products.spmm_t(inputs[:n], values, layout), whole[:n])
-    whole = kept_products.spmm(gradient, values, layout)
+    whole = sparse_products.spmm_t(inputs, values, layout)
+    assert torch.equal(sparse_products.spmm_t(inputs[:n], values, layout), whole[:n])
+    whole = sparse_products.spmm(gradient, values, layout)
     for tokens in (1, n):
-        assert torch.equal(kept_products.spmm(gradient[:tokens], values, layout), whole[:tokens])
+        assert torch.equal(sparse_products.spmm(gradient[:tokens], values, layout), whole[:tokens])
 
 
 def test_loading_the_loops_compiles_what_products_of_any_size_run():
-    kept_products.load_loops.cache_clear()
-    kept_products.load_loops()
+    sparse_products.load_loops.cache_clear()
+    sparse_products.load_loops()
     _, layout, values = weight(130, 600, 0.2)
     for n in (1, 70, 300):
         inputs, gradient = torch.randn(600, n).t(), torch.randn(n, 130)
-        kept_products.spmm_t(inputs, values, layout, torch.zeros(130))
-        kept_products.spmm(gradient, nn.Parameter(values), layout, torch.zeros(600))
-        kept_products.sddmm(gradient, inputs, layout)
+        sparse_products.spmm_t(inputs, values, layout, torch.zeros(130))
+        sparse_products.spmm(gradient, nn.Parameter(values), layout, torch.zeros(600))
+        sparse_products.sddmm(gradient, inputs, layout)
     names = ("spmm_t", "spmm", "sddmm", "one_token_spmm_t", "one_token_spmm")
     assert {name: len(getattr(products, name).signatures) for name in names} == dict.fromkeys(
         names, 1
@@ -176,13 +177,13 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
 def loaded(monkeypatch):
     """How often a conversion loaded the loops."""
     calls = []
-    monkeypatch.setattr(kept_products, "load_loops", lambda: calls.append(None))
+    monkeypatch.setattr(sparse_products, "load_loops", lambda: calls.append(None))
     return calls
 
 
-@pytest.mark.parametrize("kept", [0.2, 0.9])
-def test_a_conversion_loads_the_loops(kept, loaded):
-    sparsify(layer := nn.Linear(96, 130), random_masks(layer, kept))
+@pytest.mark.parametrize("density", [0.2, 0.9])
+def test_a_conversion_loads_the_loops(density, loaded):
+    sparsify(layer := nn.Linear(96, 130), random_masks(layer, density))
     assert loaded
 
 
@@ -190,7 +191,7 @@ def test_a_conversion_loads_the_loops(kept, loaded):
     ("layer", "options"),
     [
         (nn.Linear(96, 130), {"compute": "dense"}),
-        (nn.Linear(96, 130), {"policy": "samo"}),
+        (nn.Linear(96, 130), {"compute": "samo"}),
         (nn.Linear(96, 130, dtype=torch.float64), {}),
     ],
 )
@@ -202,7 +203,7 @@ def test_a_conversion_loads_no_loops_that_nothing_would_run(layer, options, load
 def test_what_is_chosen():
     _, layout, values = weight(80, 100, 0.35)
     chosen = {
-        (name, compute): kept_products.chosen(layout, name, Backend(compute, "float32"), values)
+        (name, compute): should_run(layout, name, Backend(compute, "float32"), values)
         for name in ("spmm_t", "spmm", "sddmm")
         for compute in ("auto", "dense", "sparse")
     }
@@ -217,12 +218,12 @@ def test_what_is_chosen():
 @pytest.mark.parametrize("compute", COMPUTES)
 def test_products_of_double_precision_run_on_panels(compute):
     _, layout, values = weight(80, 100, 0.1)
-    assert not kept_products.chosen(layout, "spmm", Backend(compute, "float32"), values.double())
+    assert not should_run(layout, "spmm", Backend(compute, "float32"), values.double())
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BITS)
 @pytest.mark.parametrize(
-    ("processor", "kept", "there"),
+    ("processor", "density", "there"),
     [
         ("unmeasured", 0.05, ""),
         ("matrix", 0.05, "float32"),
@@ -232,13 +233,13 @@ def test_products_of_double_precision_run_on_panels(compute):
         ("float32", 0.9, ""),
     ],
 )
-def test_what_auto_chooses_depends_on_the_processor(processor, kept, there, dtype):
-    _, layout, values = weight(80, 100, kept)
+def test_what_auto_chooses_depends_on_the_processor(processor, density, there, dtype):
+    _, layout, values = weight(80, 100, density)
     for name in ("spmm_t", "spmm", "sddmm"):
         for compute, expected in (("auto", there), ("dense", ""), ("sparse", "float32 16")):
             choice = layout, name, Backend(compute, processor)
-            assert kept_products.chosen(*choice, values) == ("float32" in expected)
-            in_16_bits = kept_products.chosen(*choice, values.to(dtype))
+            assert should_run(*choice, values) == ("float32" in expected)
+            in_16_bits = should_run(*choice, values.to(dtype))
             assert in_16_bits == ("16" in expected)
 
 
@@ -248,9 +249,9 @@ def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
     operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
 
     def results(inputs, gradient, values, bias):
-        yield kept_products.spmm_t(inputs, values, layout, bias)
-        yield kept_products.spmm(gradient, values, layout)
-        yield kept_products.sddmm(gradient, inputs, layout)
+        yield sparse_products.spmm_t(inputs, values, layout, bias)
+        yield sparse_products.spmm(gradient, values, layout)
+        yield sparse_products.sddmm(gradient, inputs, layout)
 
     rounded = [operand.to(dtype) for operand in operands]
     exact = results(*(operand.float() for operand in rounded))
@@ -261,18 +262,18 @@ def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
 @pytest.mark.parametrize("index_format", [name for name in FORMATS if name != "segments"])
 def test_other_formats_are_multiplied_on_panels(index_format):
     layout = layout_of(torch.rand(80, 100) < 0.1, index_format)
-    assert not kept_products.chosen(layout, "spmm", Backend("sparse"), torch.zeros(1))
+    assert not should_run(layout, "spmm", Backend("sparse"), torch.zeros(1))
 
 
 def test_rows_that_share_segments_are_multiplied_on_panels():
     layout = layout_of(torch.rand(80, 60) < 0.1)
-    assert not kept_products.chosen(layout, "spmm", Backend("sparse"), torch.zeros(1))
+    assert not should_run(layout, "spmm", Backend("sparse"), torch.zeros(1))
 
 
 @pytest.fixture
 def no_panels(monkeypatch):
     def fail(*_):
-        raise AssertionError("a weight was made dense")
+        raise AssertionError("a weight was materialized")
 
     for name in ("spmm_t", "spmm", "sddmm"):
         monkeypatch.setattr(panels, name, fail)
@@ -298,7 +299,7 @@ def output_of(layer, inputs):
 def test_layers_give_a_dense_layers_numbers(name, recompute, monkeypatch):
     monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
     layer = LAYERS[name]()
-    masks = random_masks(layer, kept=0.2)
+    masks = random_masks(layer, density=0.2)
     results = []
     for one in sparse_and_dense(layer, masks):
         inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
@@ -335,7 +336,7 @@ def test_layers_in_16_bits_multiply_by_kept_values(name, mixed, processor, monke
     monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
     dtype = torch.float32 if mixed else torch.bfloat16
     layer = LAYERS[name]().to(dtype)
-    masks = random_masks(layer, kept=0.08 if processor == "bfloat16" else 0.2)
+    masks = random_masks(layer, density=0.08 if processor == "bfloat16" else 0.2)
     results = []
     for one in sparse_and_dense(layer, masks, compute=compute):
         inputs = torch.linspace(-1, 1, 2 * 20 * (128 if name == "attention" else 96))
@@ -371,9 +372,9 @@ def test_a_single_token_is_multiplied_here_however_much_is_kept(name, dtype, mon
 def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch):
     monkeypatch.setattr("lightning_axosparse.sparse.ops.torch_functions.MIN_ENTRIES", 0)
     layer, inputs = nn.Linear(96, 130).bfloat16(), torch.ones(3, 96).bfloat16()
-    sparsify(layer, random_masks(layer, kept=0.08))
-    calls, product = [], kept_products.spmm_t
-    monkeypatch.setattr(kept_products, "spmm_t", lambda *args: calls.append(None) or product(*args))
+    sparsify(layer, random_masks(layer, density=0.08))
+    calls, product = [], sparse_products.spmm_t
+    monkeypatch.setattr(sparse_products, "spmm_t", lambda *a: calls.append(None) or product(*a))
     for agreed in (None, "matrix", "float32"):
         for stored in layer._stored.values():
             stored.form.backend = Backend("auto", agreed)
@@ -383,14 +384,6 @@ def test_a_read_weight_goes_the_way_that_ranks_agreed_on(processor, monkeypatch)
     assert len(calls) == 2 * sum(ran.values())
 
 
-def test_a_choice_that_contradicts_the_policy_is_refused():
-    layer = nn.Linear(96, 130)
-    with pytest.raises(ValueError, match=r'policy="samo" keeps a dense copy.*compute="sparse"'):
-        sparsify(layer, random_masks(layer), policy="samo", compute="sparse")
-    assert layer.weight.shape == (130, 96)
-    assert layer.weight.is_leaf
-
-
 def test_an_unknown_choice_is_refused():
     with pytest.raises(ValueError, match=r"compute.*'fast'"):
         sparsify(nn.Linear(96, 130), {}, compute="fast")
@@ -398,23 +391,23 @@ def test_an_unknown_choice_is_refused():
 
 def test_dense_computes_on_panels(monkeypatch):
     layer = nn.Linear(96, 130)
-    sparsify(layer, random_masks(layer, kept=0.1), compute="dense")
-    monkeypatch.setattr(kept_products, "spmm_t", None)
+    sparsify(layer, random_masks(layer, density=0.1), compute="dense")
+    monkeypatch.setattr(sparse_products, "spmm_t", None)
     layer(torch.ones(3, 96))
 
 
 IN_A_FORK = """
 import os, torch
-from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.cpu import products as sparse_products
 from lightning_axosparse.sparse.store.formats import layout_of
 
 torch.set_num_threads(2)
 layout = layout_of(torch.rand(256, 256) < 0.8)
 values, inputs = torch.randn(layout.nnz), torch.randn(64, 256)
-expected = kept_products.spmm_t(inputs, values, layout)
+expected = sparse_products.spmm_t(inputs, values, layout)
 child = os.fork()
 if child == 0:
-    same = kept_products.spmm_t(inputs, values, layout).equal(expected)
+    same = sparse_products.spmm_t(inputs, values, layout).equal(expected)
     os._exit(0 if same else 3)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

@@ -15,7 +15,7 @@ from lightning_axosparse.sparse.module.optimizer_state import (
     validate_elementwise_optimizers,
 )
 from lightning_axosparse.sparse.store.formats import BitmapLayout
-from tests.sparse.masking import apply_masks, kept, random_masks
+from tests.sparse.masking import apply_masks, random_masks, unpruned
 
 ELEMENTWISE = {
     "SGD": lambda groups: optim.SGD(groups, 1e-2, momentum=0.9),
@@ -92,7 +92,7 @@ def batches(count):
 def test_training_on_after_the_swap_equals_masked_dense_training(make):
     torch.manual_seed(0)
     model = Net().double()
-    masks = random_masks(model, kept=0.2)
+    masks = random_masks(model, density=0.2)
     sparse, dense = Training(model, make), Training(copy.deepcopy(model), make)
     groups = [[id(p) for p in group["params"]] for group in sparse.optimizer.param_groups]
     for one, other in zip(batches(10), batches(10), strict=True):
@@ -108,12 +108,12 @@ def test_training_on_after_the_swap_equals_masked_dense_training(make):
     assert sparse.schedule.get_last_lr() == dense.schedule.get_last_lr()
     expected = dict(dense.model.named_parameters())
     for name, parameter in sparse.model.named_parameters():
-        torch.testing.assert_close(parameter, kept(name, expected[name], masks))
+        torch.testing.assert_close(parameter, unpruned(name, expected[name], masks))
         states = sparse.optimizer.state[parameter], dense.optimizer.state[expected[name]]
         assert states[0].keys() == states[1].keys()
         for key, value in states[1].items():
             if torch.is_tensor(value) and value.dim() > 0:
-                torch.testing.assert_close(states[0][key], kept(name, value, masks))
+                torch.testing.assert_close(states[0][key], unpruned(name, value, masks))
 
 
 def test_densify_expands_the_state():

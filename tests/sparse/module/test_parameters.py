@@ -43,12 +43,12 @@ def test_a_tied_parameter_is_listed_once_with_all_its_owners():
 def test_only_sparse_parameters_have_a_layout_and_a_dense_form():
     model = Tied()
     mask = torch.eye(5, 4, dtype=torch.bool)
-    sparsify(model, {"head.weight": mask}, policy="samo")
+    sparsify(model, {"head.weight": mask}, compute="samo")
     tied, bias = owned_parameters(model)
     assert [*sparse_parameters(model)] == ["embedding.weight"]
     assert sparse_parameters(model)["embedding.weight"].parameter is tied.parameter
     assert torch.equal(layouts(model)["embedding.weight"].mask(), mask)
-    assert (tied.form.dtype, tied.form.policy) == (torch.float32, "samo")
+    assert (tied.form.dtype, tied.form.backend.compute) == (torch.float32, "samo")
     assert (tied.shape, bias.shape) == ((5, 4), (5,))
     assert bias.layout is bias.form is None
 
@@ -107,7 +107,7 @@ def test_a_parameter_that_was_packed_and_unpacked_trains_on_unchanged() -> None:
         assert parameter not in optimizer.state
         assert name not in layouts(moved)
         unpack(packed, parameter, owned[name], [optimizer], CPU)
-    assert moved.one.weight.entries is moved.three.weight.entries
+    assert moved.one.weight.sparse_layout is moved.three.weight.sparse_layout
     step(stayed, other)
     step(moved, optimizer)
     for name, value in stayed.state_dict().items():

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -9,16 +14,17 @@ from torch import nn
 from torch.nn.utils import fusion, parametrizations, prune, vector_to_parameters
 
 from lightning_axosparse import densify, sparsify
+from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from tests.sparse.masking import random_masks, sparse_and_dense
-from tests.sparse.store.test_materialize import network, policies
+from tests.sparse.store.test_materialize import network, with_and_without_copy
 
 INPUTS = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
 
 
-@policies
-def test_a_replaced_parameter_is_dense(policy):
+@with_and_without_copy
+def test_a_replaced_parameter_is_dense(compute):
     model = network()
-    sparsify(model, random_masks(model), policy=policy)
+    sparsify(model, random_masks(model), compute=compute)
     model[0].weight = nn.Parameter(torch.ones(32, 16))
     assert isinstance(model[0].weight, nn.Parameter)
     assert torch.equal(model.state_dict()["0.weight"], torch.ones(32, 16))
@@ -71,10 +77,10 @@ def test_what_needs_a_dense_parameter_raises_and_changes_nothing(replace):
     assert torch.equal(model(INPUTS), before)
 
 
-@policies
-def test_shapes_on_the_meta_device_and_no_way_back(policy):
+@with_and_without_copy
+def test_shapes_on_the_meta_device_and_no_way_back(compute):
     model = network()
-    sparsify(model, random_masks(model), policy=policy)
+    sparsify(model, random_masks(model), compute=compute)
     model(INPUTS)
     model.to("meta")
     output = model(INPUTS.to("meta"))
@@ -84,12 +90,12 @@ def test_shapes_on_the_meta_device_and_no_way_back(policy):
         model.to_empty(device="cpu")
 
 
-@policies
-def test_made_loaded_and_used_in_inference_mode(policy):
+@with_and_without_copy
+def test_made_loaded_and_used_in_inference_mode(compute):
     with torch.inference_mode():
         model = network()
         masks = random_masks(model)
-        sparsify(model, masks, policy=policy)
+        sparsify(model, masks, compute=compute)
         model(INPUTS)
         model.load_state_dict({name: 2 * v for name, v in network().state_dict().items()})
         model[2].weight.mul_(3)
@@ -102,12 +108,89 @@ def test_made_loaded_and_used_in_inference_mode(policy):
         torch.testing.assert_close(model(INPUTS), dense(INPUTS))
 
 
-@policies
-def test_other_data_for_the_parameters(policy):
+@with_and_without_copy
+def test_other_data_for_the_parameters(compute):
     model = network()
-    sparsify(model, random_masks(model), policy=policy)
+    sparsify(model, random_masks(model), compute=compute)
     model(INPUTS)
     vector_to_parameters(torch.ones(sum(p.numel() for p in model.parameters())), model.parameters())
     found = model(INPUTS)
     densify(model)
     torch.testing.assert_close(found, model(INPUTS))
+
+
+class Cell(ABC):
+    """An abstract class before a module's, as pytorch-forecasting has them."""
+
+    @abstractmethod
+    def steps(self) -> int:
+        """Nothing."""
+
+
+class Recurrent(Cell, nn.RNNBase):
+    pass
+
+
+class AbstractLSTM(Recurrent, nn.LSTM):
+    def steps(self) -> int:
+        return 3
+
+
+class SlottedLinear(nn.Linear):
+    __slots__ = ("kind",)
+
+
+class Named:
+    """A plain class, which holds attributes of its own, before a module's."""
+
+    def __init__(self, *arguments: int) -> None:
+        super().__init__(*arguments)
+        self.name = "plain"
+
+
+class NamedLinear(Named, nn.Linear):
+    pass
+
+
+class Registry(type):
+    kinds: ClassVar[list[str]] = []
+
+
+class RegisteredLinear(nn.Linear, metaclass=Registry):
+    def __init_subclass__(cls, kind: str) -> None:
+        Registry.kinds.append(kind)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [AbstractLSTM(16, 8), SlottedLinear(16, 8), NamedLinear(16, 8), RegisteredLinear(16, 8)],
+)
+def test_a_module_of_any_class_is_stored_sparse_and_dense_again(layer: nn.Module) -> None:
+    kind = type(layer)
+    expected = copy.deepcopy(layer)
+    masks = {name: torch.rand(p.shape) < 0.5 for name, p in layer.named_parameters()}
+    with torch.no_grad():
+        for name, weight in expected.named_parameters():
+            weight *= masks[name]
+    sparsify(layer, masks)
+    assert isinstance(layer, kind)
+    assert isinstance(layer, SparseModule)
+    copied = pickle.loads(pickle.dumps(layer))
+    for one in (layer, copied, copy.deepcopy(layer)):
+        torch.testing.assert_close(one(INPUTS), expected(INPUTS))
+        assert sum(p.numel() for p in one.parameters()) < 0.7 * sum(
+            m.numel() for m in masks.values()
+        )
+    densify(layer)
+    assert type(layer) is kind
+    torch.testing.assert_close(layer(INPUTS), expected(INPUTS))
+    assert Registry.kinds == []
+
+
+def test_a_parametrized_subclass_of_a_stored_class_has_all_its_methods() -> None:
+    layer = nn.Linear(16, 8)
+    sparsify(layer, random_masks(layer))
+    stored = type(layer)
+    made = type("Made", (stored,), {})
+    assert made.__mro__ == (made, *stored.__mro__)
+    assert stored.__mro__ == (stored, SparseModule, *nn.Linear.__mro__)

@@ -1,4 +1,4 @@
-"""Convolutions that run on kept values give a dense layer's numbers."""
+"""Convolutions that run on unpruned values give a dense layer's numbers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def differentiate(layer, inputs, masks, run=lambda layer, inputs: layer(inputs))
     return {"output": output.detach(), "inputs": inputs.grad, "weight": weight, "bias": bias}
 
 
-def agree(layer, inputs, kept=0.2, **options):
+def agree(layer, inputs, density=0.2, **options):
     """Assert it, and return both outputs."""
-    masks = random_masks(layer, kept)
+    masks = random_masks(layer, density)
     sparse, dense = sparse_and_dense(layer, masks)
     ours, theirs = (differentiate(one, inputs, masks, **options) for one in (sparse, dense))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -107,7 +107,7 @@ def test_other_convolutions_read_the_weight(name, reads):
 
 
 def test_too_many_kept_too_few_outputs_and_no_batch(reads):
-    agree(nn.Conv2d(16, 24, 3, padding=1), torch.randn(2, 16, 12, 12), kept=0.4)
+    agree(nn.Conv2d(16, 24, 3, padding=1), torch.randn(2, 16, 12, 12), density=0.4)
     agree(nn.Conv2d(16, 24, 3), torch.randn(1, 16, 5, 5))
     agree(nn.Conv2d(16, 24, 3), torch.randn(16, 12, 12))
     assert len(reads) == 3 * 2
@@ -125,20 +125,20 @@ def test_autocast_reads_the_weight(reads):
 
 def test_the_choice_is_the_callers(reads, monkeypatch):
     layer, inputs = nn.Conv2d(16, 24, 3), torch.randn(1, 16, 5, 5)
-    kept = random_masks(layer, 0.5)
+    masks = random_masks(layer, 0.5)
     sparse = copy.deepcopy(layer)
-    sparsify(sparse, kept, compute="sparse")
+    sparsify(sparse, masks, compute="sparse")
     expected = sparse(inputs)
     assert not reads
     monkeypatch.setattr(convolution, "forward", None)
-    sparsify(layer, kept, compute="dense")
+    sparsify(layer, masks, compute="dense")
     torch.testing.assert_close(layer(inputs), expected)
 
 
 def test_a_resident_copy_is_used(monkeypatch):
     monkeypatch.setattr(convolution, "forward", None)
     layer = nn.Conv2d(16, 24, 3)
-    sparsify(layer, random_masks(layer, 0.2), policy="samo")
+    sparsify(layer, random_masks(layer, 0.2), compute="samo")
     layer(torch.randn(2, 16, 12, 12))
 
 

@@ -18,11 +18,11 @@ pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 none_or_more = st.tuples(st.integers(0, 4), st.integers(0, 4))
 
 
-def case(geometry, kept=0.2, seed=0):
-    """A dense weight, its layout and kept values, and images."""
+def case(geometry, density=0.2, seed=0):
+    """A dense weight, its layout and unpruned values, and images."""
     generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(geometry.weight, generator=generator) < kept
-    mask[1::5] = False  # output channels of which nothing is kept
+    mask = torch.rand(geometry.weight, generator=generator) < density
+    mask[1::5] = False  # output channels of which all entries are pruned
     dense = torch.randn(geometry.weight, generator=generator).where(mask, torch.zeros(()))
     layout = layout_of(mask, "segments")
     images = torch.randn(geometry.images, generator=generator)
@@ -56,19 +56,19 @@ def close(found, function, *factors):
     stride=pairs,
     padding=none_or_more,
     dilation=pairs,
-    kept=st.sampled_from([0.0, 0.2, 1.0]),
+    density=st.sampled_from([0.0, 0.2, 1.0]),
     biased=st.booleans(),
     seed=st.integers(0, 2**31),
 )
 def test_convolutions_are_those_of_the_dense_weight(
-    images, groups, outputs, kernel, size, stride, padding, dilation, kept, biased, seed
+    images, groups, outputs, kernel, size, stride, padding, dilation, density, biased, seed
 ):
     weight = (outputs * groups, 70, *kernel)
     options = stride, padding, dilation, groups
     geometry = Geometry(weight, (images, 70 * groups, *size), *options)
     assume(images == 0 or min(geometry.outputs) > 0)
     assume(geometry.fits)
-    dense, layout, values, inputs, gradient = case(geometry, kept, seed)
+    dense, layout, values, inputs, gradient = case(geometry, density, seed)
     bias = torch.randn(weight[0]) if biased else None
     found = convolution.forward(inputs, values, layout, geometry, bias)
     close(
@@ -188,17 +188,17 @@ def test_what_does_not_fit(geometry):
 
 def test_what_is_chosen():
     operand = torch.zeros(1)
-    few, many = (layout_of(torch.rand(30, 64, 3, 3) < kept) for kept in (0.2, 0.3))
+    few, many = (layout_of(torch.rand(30, 64, 3, 3) < density) for density in (0.2, 0.3))
     choices = [
         (compute, layout is few)
         for compute in ("auto", "dense", "sparse")
         for layout in (few, many)
-        if convolution.chosen(layout, Backend(compute, "matrix"), operand)
+        if convolution.should_run(layout, Backend(compute, "matrix"), operand)
     ]
     assert choices == [("auto", True), ("sparse", True), ("sparse", False)]
-    assert not convolution.chosen(few, Backend("auto", "unmeasured"), operand)
-    assert not convolution.chosen(few, Backend("sparse"), operand.bfloat16())
+    assert not convolution.should_run(few, Backend("auto", "unmeasured"), operand)
+    assert not convolution.should_run(few, Backend("sparse"), operand.bfloat16())
     depthwise = layout_of(torch.rand(30, 1, 3, 3) < 0.2)
-    assert not convolution.chosen(depthwise, Backend("sparse"), operand)
+    assert not convolution.should_run(depthwise, Backend("sparse"), operand)
     assert not convolution.large_enough(Backend("auto"), square(1, 64, 8, 3, 7))
     assert convolution.large_enough(Backend("sparse"), square(1, 64, 8, 3, 7))

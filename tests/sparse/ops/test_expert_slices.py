@@ -1,4 +1,4 @@
-"""Slices of a stack of matrices are sparse weights on parts of its kept values."""
+"""Slices of a stack of matrices are sparse weights on parts of its unpruned values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stack(nn.Module):
 def mask():
     torch.manual_seed(0)
     mask = torch.rand(EXPERTS, ROWS, COLUMNS) < 0.3
-    mask[2] = False  # nothing is kept of an expert
+    mask[2] = False  # an expert of which all entries are pruned
     return mask
 
 
@@ -58,9 +58,9 @@ def test_a_slice_is_a_sparse_weight_on_part_of_the_values(stack, dense):
     for expert in range(EXPERTS):
         one = stack.weight[expert]
         assert isinstance(one, SparseWeight)
-        assert one.entries.shape == (ROWS, COLUMNS)
+        assert one.sparse_layout.shape == (ROWS, COLUMNS)
         assert torch.equal(one.dense(), dense.weight[expert])
-    first, begin = stack.weight[1].kept, stack.weight.entries.edges[1]
+    first, begin = stack.weight[1].stored_values, stack.weight.sparse_layout.edges[1]
     assert first.data_ptr() == stack._parameters["weight"][begin:].data_ptr()
 
 
@@ -90,10 +90,10 @@ def test_nothing_of_a_graph_outlives_it(stack, inputs):
     gc.disable()  # no reference cycle: what an optimizer or a regrid replaces must be free
     try:
         loss = stack(inputs)
-        assert stack.weight.entries in experts._latest
+        assert stack.weight.sparse_layout in experts._latest
         loss.backward()
         del loss
-        assert stack.weight.entries not in experts._latest
+        assert stack.weight.sparse_layout not in experts._latest
     finally:
         gc.enable()
 

@@ -222,7 +222,7 @@ def test_a_resident_copy_a_frozen_stack_and_saved_tensors_elsewhere(name):
     expected = results(function, dense, mask)
     with torch.autograd.graph.save_on_cpu():
         torch.testing.assert_close(results(function, sparse), expected, rtol=1e-12, atol=1e-12)
-    sparsify(sparse, {"weight": mask}, policy="samo")
+    sparsify(sparse, {"weight": mask}, compute="samo")
     sparse.zero_grad()
     torch.testing.assert_close(results(function, sparse), expected, rtol=1e-12, atol=1e-12)
     sparse.requires_grad_(False).zero_grad()

@@ -68,8 +68,8 @@ def layers_agree(module, *shape, **options):
     ours, theirs = differentiate(sparse, *shape, **options), differentiate(dense, *shape, **options)
     torch.testing.assert_close(ours, theirs)
     if dense.weight.grad is not None:
-        kept = layouts(sparse)["weight"].compress(dense.weight.grad)
-        torch.testing.assert_close(sparse._parameters["weight"].grad, kept)
+        expected = layouts(sparse)["weight"].compress(dense.weight.grad)
+        torch.testing.assert_close(sparse._parameters["weight"].grad, expected)
 
 
 @pytest.mark.parametrize("make", [nn.Linear, Renamed, lambda i, o: Conv1D(o, i)])
@@ -118,8 +118,8 @@ def test_a_forward_of_ones_own_reads_the_weight(reads):
 
 def test_a_sparse_bias_is_read(reads):
     module = nn.Linear(6, 10)
-    kept = torch.arange(10) % 2 == 0
-    sparsify(module, {"weight": torch.ones(10, 6, dtype=torch.bool), "bias": kept})
+    mask = torch.arange(10) % 2 == 0
+    sparsify(module, {"weight": torch.ones(10, 6, dtype=torch.bool), "bias": mask})
     output = module(torch.ones(6))
     torch.testing.assert_close(output, F.linear(torch.ones(6), module.weight, module.bias))
     assert reads
@@ -172,10 +172,10 @@ def several_tiles(monkeypatch):
 
 @pytest.fixture
 def never_whole(several_tiles, monkeypatch):
-    """Fails the test if a whole weight is made dense, or a whole gradient compressed."""
+    """Fails the test if a whole weight is materialized, or a whole gradient compressed."""
 
     def fail(*_):
-        raise AssertionError("a whole weight was made dense, or a whole gradient compressed")
+        raise AssertionError("a whole weight was materialized, or a whole gradient compressed")
 
     monkeypatch.setattr(Layout, "densify", fail)
     monkeypatch.setattr(Layout, "compress", fail)
@@ -198,7 +198,7 @@ def read(values, layout):
 
 
 def pair(index_format=None, dtype=torch.float32):
-    """The kept values of a weight, their layout, the mask, and the dense weight as a leaf."""
+    """The unpruned values of a weight, their layout, the mask, and the dense weight as a leaf."""
     torch.manual_seed(0)
     mask = torch.rand(ROWS, COLUMNS) < 0.2
     mask[40:80] = False
@@ -405,7 +405,7 @@ def test_the_gradient_of_a_read_has_the_kept_entries_alone():
     (gradient,) = torch.autograd.grad(F.linear(inputs, weight).sum(), weight)
     assert isinstance(gradient, SparseWeight)
     (expected,) = torch.autograd.grad(F.linear(inputs, dense).sum(), dense)
-    torch.testing.assert_close(gradient.kept, expected[mask])
+    torch.testing.assert_close(gradient.stored_values, expected[mask])
 
 
 @never_dense
@@ -417,8 +417,8 @@ def test_double_backward():
         x = inputs.clone().requires_grad_()
         loss = F.linear(x, weight).pow(3).sum()
         first = torch.autograd.grad(loss, (x, leaf), create_graph=True)
-        kept = first[1] if leaf is values else first[1][mask]
-        (first[0].square().sum() + kept.square().sum()).backward()
+        unpruned = first[1] if leaf is values else first[1][mask]
+        (first[0].square().sum() + unpruned.square().sum()).backward()
     torch.testing.assert_close(values.grad, dense.grad[mask], rtol=1e-12, atol=1e-9)
 
 

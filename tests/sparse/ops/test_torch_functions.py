@@ -16,7 +16,7 @@ COLUMNS = 512
 
 @pytest.fixture
 def densified(monkeypatch):
-    """The shapes of the weights that were made dense whole."""
+    """The shapes of the weights that were materialized whole."""
     shapes = []
     densify = Layout.densify
     monkeypatch.setattr(

@@ -29,7 +29,7 @@ def small_tiles(monkeypatch):
 def drawn_mask(shape, ratio, seed):
     mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < ratio
     if mask.dim() > 1 and len(mask) > 2:
-        mask[1:-1:2] = False  # rows of which nothing is kept
+        mask[1:-1:2] = False  # rows of which all entries are pruned
     return mask
 
 
@@ -82,9 +82,9 @@ def test_compress_reads_a_transposed_tensor_in_its_own_order(index_format):
     assert layout_of(dense > 2, index_format).compress(dense).tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize(("kept", "most"), [(0.5, 1.02), (0.2, 1.05), (0.1, 1.1), (0.05, 1.2)])
-def test_the_default_takes_one_byte_a_kept_entry(kept, most):
-    layout = layout_of(torch.rand(1024, 1024) < kept)
+@pytest.mark.parametrize(("density", "most"), [(0.5, 1.02), (0.2, 1.05), (0.1, 1.1), (0.05, 1.2)])
+def test_the_default_takes_one_byte_per_unpruned_entry(density, most):
+    layout = layout_of(torch.rand(1024, 1024) < density)
     assert layout.nnz < layout.nbytes < most * layout.nnz
     bits = layout_of(layout.mask(), "bitmap")
     assert bits.nbytes == 1024 * 1024 / 8 + 4 * 257
@@ -96,16 +96,16 @@ def test_indices_are_int32_below_two_to_the_31_entries():
 
 
 def test_a_tensor_of_more_than_two_to_the_31_entries():
-    """Three kept entries near its end; the tensor itself is one number seen 2^32 times."""
+    """Three unpruned entries near its end; the tensor itself is one number seen 2^32 times."""
     shape = torch.Size([2**17, 2**15])
-    kept = torch.tensor([2**31 + 5, 2**31 + 4000, 2**32 - 1])
-    starts = torch.searchsorted(kept, torch.arange(0, 2**32 + 1, 2**15)).int()
+    positions = torch.tensor([2**31 + 5, 2**31 + 4000, 2**32 - 1])
+    starts = torch.searchsorted(positions, torch.arange(0, 2**32 + 1, 2**15)).int()
     counts = torch.zeros(2**24, dtype=torch.int16)
-    counts[kept // 256] = torch.tensor([1, 1, 1], dtype=torch.int16)
-    layout = SegmentLayout(shape, 3, starts, counts, (kept % 256).to(torch.uint8))
-    assert torch.equal(layout.positions(), kept)
+    counts[positions // 256] = torch.tensor([1, 1, 1], dtype=torch.int16)
+    layout = SegmentLayout(shape, 3, starts, counts, (positions % 256).to(torch.uint8))
+    assert torch.equal(layout.positions(), positions)
     found = [tile.start + layout.positions_in(tile) for tile in layout.tiles if tile.nnz]
-    assert torch.equal(torch.cat(found), kept)
+    assert torch.equal(torch.cat(found), positions)
 
 
 @every_format
@@ -121,17 +121,17 @@ def test_a_part_is_the_layout_of_some_slices(index_format, shape, ratio, seed, d
     whole = layout_of(mask, index_format)
     first = data.draw(st.integers(0, len(mask) - 1))
     last = data.draw(st.none() | st.integers(first + 1, len(mask)))
-    kept = mask[first] if last is None else mask[first:last]
-    part, expected = whole.part(first, last), layout_of(kept, index_format)
+    part_mask = mask[first] if last is None else mask[first:last]
+    part, expected = whole.part(first, last), layout_of(part_mask, index_format)
     assert (part.shape, part.nnz) == (expected.shape, expected.nnz)
     assert torch.equal(part.starts, expected.starts)
     assert torch.equal(part.positions(), expected.positions())
-    dense = torch.randn(kept.shape)
-    assert torch.equal(part.compress(dense), dense[kept])
-    assert torch.equal(part.mask(), kept)
+    dense = torch.randn(part_mask.shape)
+    assert torch.equal(part.compress(dense), dense[part_mask])
+    assert torch.equal(part.mask(), part_mask)
     assert whole.part(first, last) is part
     if last is not None:
-        assert torch.equal(part.part(0).mask(), kept[0])
+        assert torch.equal(part.part(0).mask(), part_mask[0])
 
 
 @every_format
@@ -145,9 +145,10 @@ def test_a_part_is_the_layout_of_some_slices(index_format, shape, ratio, seed, d
 def test_slices_are_joined_in_any_order(index_format, shape, ratio, seed, data):
     mask = drawn_mask(shape, ratio, seed)
     numbers = data.draw(st.lists(st.integers(0, len(mask) - 1), min_size=1, max_size=8))
-    whole, kept = layout_of(mask, index_format), mask[numbers]
-    joined, expected = whole.joined(numbers), layout_of(kept, index_format)
-    assert (joined.shape, joined.nnz, joined.edges) == (kept.shape, int(kept.sum()), expected.edges)
+    whole, stack = layout_of(mask, index_format), mask[numbers]
+    joined, expected = whole.joined(numbers), layout_of(stack, index_format)
+    assert joined.shape == stack.shape
+    assert (joined.nnz, joined.edges) == (int(stack.sum()), expected.edges)
     assert torch.equal(joined.starts, expected.starts)
     assert torch.equal(joined.positions(), expected.positions())
     for at, number in enumerate(numbers):

@@ -17,12 +17,11 @@ from lightning_axosparse.sparse.module.parameters import forget, owners, pack, s
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store import materialize
 from lightning_axosparse.sparse.store.layout import Layout
-from lightning_axosparse.sparse.store.materialize import best_policy
-from tests.sparse.masking import apply_masks, kept, random_masks
+from lightning_axosparse.sparse.store.materialize import copy_pays
+from tests.sparse.masking import apply_masks, random_masks, unpruned
 from tests.sparse.test_layers import build, layer_types, run
 
-POLICIES = ["sparse", "samo"]
-policies = pytest.mark.parametrize("policy", POLICIES)
+with_and_without_copy = pytest.mark.parametrize("compute", ["auto", "samo"])
 
 
 @pytest.fixture
@@ -45,9 +44,9 @@ def network(dtype=torch.float32):
     return nn.Sequential(*layers).to(dtype)
 
 
-def resident(policy="samo", dtype=torch.float32):
+def resident(compute="samo", dtype=torch.float32):
     model = network(dtype)
-    sparsify(model, random_masks(model), policy=policy)
+    sparsify(model, random_masks(model), compute=compute)
     return model
 
 
@@ -58,7 +57,7 @@ def test_a_resident_copy_changes_no_number(name, replaced, monkeypatch):
     module, inputs, masks = build(name)
     dense = copy.deepcopy(module)
     apply_masks(dense, masks)
-    sparsify(module, masks, policy="samo")
+    sparsify(module, masks, compute="samo")
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (module, dense)]
     for _ in range(2):
         (found, _), (expected, _) = run(module, inputs), run(dense, inputs)
@@ -67,7 +66,7 @@ def test_a_resident_copy_changes_no_number(name, replaced, monkeypatch):
         for parameter_name, parameter in module.named_parameters():
             gradient = expected[parameter_name].grad
             gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            torch.testing.assert_close(parameter.grad, kept(parameter_name, gradient, masks))
+            torch.testing.assert_close(parameter.grad, unpruned(parameter_name, gradient, masks))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -91,7 +90,7 @@ def test_it_is_filled_once_a_step(fused, fills, monkeypatch):
         model(inputs)  # not under autocast: the copy is of the weights' own dtype
     assert fills[9:] == [torch.float32] * 3
     assert state_bytes(model).resident == 4 * (16 * 32 + 32 * 32 + 32 * 4)
-    sparsify(model, {}, policy="samo")
+    sparsify(model, {}, compute="samo")
     densify(model)
     assert state_bytes(model).resident == 0
 
@@ -156,10 +155,10 @@ def test_what_is_made_of_it_is_ones_own():
     assert not torch.equal(model(inputs), expected)
 
 
-@policies
+@with_and_without_copy
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_change_between_forward_and_backward_is_detected(policy, dtype):
-    model = resident(policy, dtype)
+def test_a_change_between_forward_and_backward_is_detected(compute, dtype):
+    model = resident(compute, dtype)
     loss = model(torch.randn(8, 16, dtype=dtype)).sum()
     with torch.no_grad():
         model[2]._parameters["weight"].mul_(2)
@@ -167,9 +166,9 @@ def test_a_change_between_forward_and_backward_is_detected(policy, dtype):
         loss.backward()
 
 
-@policies
-def test_copies_and_pickles_read_as_the_original(policy):
-    model, inputs = resident(policy, torch.bfloat16), torch.randn(8, 16).bfloat16()
+@with_and_without_copy
+def test_copies_and_pickles_read_as_the_original(compute):
+    model, inputs = resident(compute, torch.bfloat16), torch.randn(8, 16).bfloat16()
     expected = model(inputs)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert state_bytes(other).resident == 0
@@ -177,9 +176,9 @@ def test_copies_and_pickles_read_as_the_original(policy):
         assert state_bytes(other).resident == state_bytes(model).resident
 
 
-@policies
-def test_compiled(policy):
-    model, inputs = resident(policy, torch.bfloat16), torch.randn(8, 16).bfloat16()
+@with_and_without_copy
+def test_compiled(compute):
+    model, inputs = resident(compute, torch.bfloat16), torch.randn(8, 16).bfloat16()
     expected, gradients = model(inputs), []
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(inputs)
     torch.testing.assert_close(compiled, expected)
@@ -188,9 +187,9 @@ def test_compiled(policy):
     torch.testing.assert_close(*gradients)
 
 
-@policies
-def test_masters_stay_float32_whatever_the_weights_read_as(policy):
-    model = resident(policy)
+@with_and_without_copy
+def test_masters_stay_float32_whatever_the_weights_read_as(compute):
+    model = resident(compute)
     values = model[0]._parameters["weight"].detach().clone()
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         model.to(dtype)
@@ -240,14 +239,14 @@ def backward(model, precision, scaler, seed):
     return loss.item()
 
 
-@policies
+@with_and_without_copy
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed", "bf16-true"])
-def test_every_precision_trains_as_dense_weights_with_float32_masters(precision, policy):
+def test_every_precision_trains_as_dense_weights_with_float32_masters(precision, compute):
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     model = network(dtype)
     masks = random_masks(model, 0.5)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    sparsify(model, masks, optimizer, policy=policy)
+    sparsify(model, masks, optimizer, compute=compute)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "16-mixed")
     losses = []
     for step in range(6):
@@ -281,13 +280,20 @@ def test_the_swap_keeps_what_a_bfloat16_optimizer_had():
     optimizer.step()
 
 
-def test_the_policies():
-    assert best_policy(sixteen_bit=True, passes=8, on_kept_values=False) == "samo"
-    assert best_policy(sixteen_bit=True, passes=8, on_kept_values=True) == "sparse"
-    assert best_policy(sixteen_bit=True, passes=1, on_kept_values=False) == "sparse"
-    assert best_policy(sixteen_bit=False, passes=8, on_kept_values=False) == "sparse"
-    with pytest.raises(ValueError, match=r"policy='dense' must be 'sparse' or 'samo'"):
-        sparsify(network(), {}, policy="dense")
+def test_where_a_copy_pays():
+    assert copy_pays(sixteen_bit=True, passes=8, sparse_products=False)
+    assert not copy_pays(sixteen_bit=True, passes=8, sparse_products=True)
+    assert not copy_pays(sixteen_bit=True, passes=1, sparse_products=False)
+    assert not copy_pays(sixteen_bit=False, passes=8, sparse_products=False)
+
+
+def test_a_later_choice_takes_the_copy_away_and_brings_it_back():
+    model = network()
+    masks, inputs = random_masks(model), torch.randn(8, 16)
+    for compute in ("samo", "dense", "samo"):
+        sparsify(model, masks, compute=compute)
+        model(inputs)
+        assert (state_bytes(model).resident > 0) == (compute == "samo")
 
 
 def test_a_packed_parameter_keeps_its_dense_form():
@@ -304,9 +310,9 @@ def test_a_packed_parameter_keeps_its_dense_form():
     assert state_bytes(model).resident == 2 * (16 * 32 + 32 * 32 + 32 * 4)
 
 
-@policies
-def test_files_hold_the_modules_dtype(policy, tmp_path):
-    model, inputs = resident(policy, torch.bfloat16), torch.randn(8, 16).bfloat16()
+@with_and_without_copy
+def test_files_hold_the_modules_dtype(compute, tmp_path):
+    model, inputs = resident(compute, torch.bfloat16), torch.randn(8, 16).bfloat16()
     save_safetensors(model, tmp_path / "model.safetensors")
     loaded = network(torch.bfloat16)
     load_sparse(loaded, tmp_path / "model.safetensors")

@@ -45,7 +45,7 @@ def test_it_looks_like_the_dense_weight(weight, dense):
     assert weight.stride() == dense.stride()
     assert weight.dtype == dense.dtype
     assert weight.requires_grad
-    assert "kept=" in repr(weight)
+    assert "nnz=" in repr(weight)
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ class LogsEverything(LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.lr = lr
-        self.net = nn.Linear(6, CLASSES)
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, CLASSES))
         accuracy = MulticlassAccuracy(CLASSES, average="macro")
         self.accuracy = accuracy
         self.accuracy_tensor = accuracy.clone()

@@ -26,6 +26,8 @@ from lightning_axosparse.strategy.compat.gradients import (
     scale_loss,
 )
 from tests.parity.cases import CLASSES, Net, loader, trainer
+from tests.quiet import QUIET
+from tests.ranks import run_ranks
 
 
 class Clipping(Net):
@@ -258,10 +260,7 @@ def train(plugin: Precision) -> tuple[Trainer, Regression]:
         plugins=[plugin],
         max_epochs=1,
         gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module)
     return trainer, module
@@ -297,6 +296,9 @@ def optimizer_of(names: tuple[str, ...]) -> tuple[dict[str, nn.Parameter], Optim
 
 
 def clip_and_scale() -> tuple[Any, Any]:
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
+
+    init_process_group("cpu")
     stage = dist.get_rank()
     parameters, optimizer = optimizer_of(STAGES[stage])
     counted = {id(p) for name, p in parameters.items() if (name, stage) != ("shared", 3)}
@@ -335,7 +337,7 @@ def set_gradients(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]
         parameter.grad = None if name == "second" else values[name].clone()
 
 
-def test_stages_clip_and_scale_as_one_process_does(on_four: list[dict[str, Any]]) -> None:
+def test_stages_clip_and_scale_as_one_process_does() -> None:
     expected_clipped = []
     names = ("first", "second", "shared", "third")
     for clip_value in CLIP_VALUES:
@@ -343,8 +345,7 @@ def test_stages_clip_and_scale_as_one_process_does(on_four: list[dict[str, Any]]
         set_gradients(parameters, gradients())
         torch.nn.utils.clip_grad_norm_(parameters.values(), clip_value)
         expected_clipped.append({n: p.grad for n, p in parameters.items() if p.grad is not None})
-    ranks = [found["precision"] for found in on_four]
-    for held, (clipped, steps) in zip(STAGES, ranks, strict=True):
+    for held, (clipped, steps) in zip(STAGES, run_ranks(4, clip_and_scale), strict=True):
         for ours, theirs in zip(clipped, expected_clipped, strict=True):
             assert ours.keys() == set(held) - {"second"}
             torch.testing.assert_close(ours, {name: theirs[name] for name in ours})

@@ -22,6 +22,7 @@ from lightning_axosparse.strategy.compat.loaders import (
     first_step,
     source,
 )
+from tests.quiet import QUIET
 
 
 class Noisy(Dataset):
@@ -91,10 +92,7 @@ def trainer() -> L.Trainer:
         limit_train_batches=2,
         limit_val_batches=2,
         limit_predict_batches=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torchmetrics import (
     CatMetric,
@@ -18,9 +17,14 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassRecall
 
+from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.support.torch_internals import tree_leaves
-from tests.strategy.compat.harness import CutStrategy, Groups, alone, assert_same, fit
+from tests.parity.cases import free_port, join_ddp
+from tests.ranks import run_ranks
+from tests.strategy.compat.harness import Moments, assert_same, fit
 from tests.strategy.compat.module import LogsEverything
 
 
@@ -31,9 +35,15 @@ class Holder(LightningModule):
             setattr(self, name, metric)
 
 
-def attached(module: LightningModule, groups: Groups | None = None) -> PipelinedMetrics:
-    groups = groups or alone()
-    metrics = PipelinedMetrics(module, groups.data, groups.from_last_stage, groups.is_last)
+def attached(module: LightningModule, groups: ProcessGroups | None = None) -> PipelinedMetrics:
+    groups = groups or ProcessGroups(Grid(1, 1))
+    last = groups.grid.g_inter - 1
+    metrics = PipelinedMetrics(
+        module,
+        groups.data,
+        lambda value: groups.broadcast_along_pipeline(value, last),
+        groups.grid.stage == last,
+    )
     metrics.attach()
     return metrics
 
@@ -117,40 +127,51 @@ def test_copies_of_an_attached_metric_work() -> None:
 # Real ranks
 
 
-def fit_on_stages(groups: Groups, microbatches: int, lr: float) -> tuple[list, list, list]:
+def fit_on_stages(ranks: int, lr: float) -> tuple[Moments, list[float], list[str]]:
     module = LogsEverything(lr)
+    strategy = AxoSparseStrategy(2, 3, pipeline="net")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        history = fit(module, CutStrategy(microbatches, groups))
+        moments = fit(module, strategy, devices=ranks, precision="64-true")
     early = [str(w.message) for w in caught if "before the ``update``" in str(w.message)]
-    return history.moments, module.by_hand, early
+    return moments, module.by_hand, early
 
 
-def fit_ddp() -> tuple[list, list]:
+def fit_ddp(port: int) -> tuple[Moments, list[float]]:
+    join_ddp(2, port)
     module = LogsEverything(0.0)
-    history = fit(module, DDPStrategy(process_group_backend="gloo"), devices=2)
-    return history.moments, module.by_hand
+    return fit(module, "ddp", devices=2, precision="64-true"), module.by_hand
 
 
-def test_two_stages_see_what_one_process_sees(on_two: list[Any]) -> None:
-    module = LogsEverything()
-    theirs = fit(module, "auto")
-    for moments, by_hand, early in (found["stages"] for found in on_two):
-        assert_same(moments, theirs.moments)
-        assert by_hand == pytest.approx(module.by_hand)
-        assert early == []
-
-
-def test_two_stages_by_two_replicas_see_what_ddp_sees(on_two: list, on_four: list) -> None:
-    for rank, (moments, by_hand, early) in enumerate(found["grid"] for found in on_four):
-        their_moments, their_by_hand = on_two[rank // 2]["ddp"]
-        assert_same(moments, their_moments)
+def compare(found: list[Any], expected: list[Any]) -> None:
+    """Compare what ranks saw; loggers write on the first rank alone."""
+    for rank, (moments, by_hand, early) in enumerate(found):
+        theirs, their_by_hand = expected[rank * len(expected) // len(found)]
+        if rank:
+            theirs = [(at, seen) for at, seen in theirs if at != "logger"]
+        assert_same(moments, theirs)
         assert by_hand == pytest.approx(their_by_hand)
         assert early == []
 
 
-def unusual_metrics(groups: Groups) -> dict[str, Any]:
+def test_two_stages_see_what_one_process_sees() -> None:
+    module = LogsEverything()
+    moments = fit(module, "auto", precision="64-true")
+    compare(run_ranks(2, fit_on_stages, 2, 0.1), [(moments, module.by_hand)])
+
+
+def test_two_stages_by_two_replicas_see_what_ddp_sees() -> None:
+    compare(run_ranks(4, fit_on_stages, 4, 0.0), run_ranks(2, fit_ddp, free_port()))
+
+
+def unusual_metrics() -> dict[str, Any]:
     """Each value as this rank computes it after the last stages saw their replica's samples."""
+    import torch.distributed as dist
+
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
+
+    init_process_group("cpu")
+    groups = ProcessGroups(Grid(4, 2, dist.get_rank()))
     module = Holder(
         scores=MetricCollection([MulticlassAccuracy(4), MulticlassRecall(4, average="macro")]),
         auroc=BinaryAUROC(),
@@ -163,7 +184,7 @@ def unusual_metrics(groups: Groups) -> dict[str, Any]:
     scores, labels = (t.chunk(groups.grid.g_data)[groups.grid.replica] for t in (scores, labels))
     stepwise = None
     with metrics.counted():
-        if groups.is_last:
+        if groups.grid.stage == 1:
             for part in zip(scores.chunk(2), labels.chunk(2), strict=True):
                 module.scores.update(*part)
                 module.auroc.update(part[0][:, 0], part[1] % 2)
@@ -182,11 +203,11 @@ def unusual_metrics(groups: Groups) -> dict[str, Any]:
     }
 
 
-def test_unusual_metrics_on_two_stages_by_two_replicas(on_four: list[Any]) -> None:
+def test_unusual_metrics_on_two_stages_by_two_replicas() -> None:
     scores, labels = scores_and_labels()
     accuracy, recall = MulticlassAccuracy(4), MulticlassRecall(4, average="macro")
     whole = accuracy(scores, labels)
-    for rank, values in enumerate(found["metrics"] for found in on_four):
+    for rank, values in enumerate(run_ranks(4, unusual_metrics)):
         torch.testing.assert_close(
             values["scores"],
             {"MulticlassAccuracy": whole, "MulticlassRecall": recall(scores, labels)},

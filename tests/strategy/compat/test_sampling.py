@@ -21,8 +21,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.strategy.compat.loaders import broadcast_seed, process_dataloader
-from tests.strategy.compat.harness import CutStrategy, Groups, alone, fit
+from tests.ranks import run_ranks
+from tests.strategy.compat.harness import fit
 
 SAMPLES = list(range(23))
 
@@ -78,17 +81,23 @@ def batches(replica: int, workers: int) -> dict[str, list[Any]]:
     return found
 
 
-def batches_on_stages(groups: Groups) -> tuple[dict[str, list[Any]], int]:
-    seed_everything(7 if groups.grid.stage == 0 else 1234, workers=True, verbose=False)
-    broadcast_seed(groups.inter, groups.grid.pipeline[0])
-    found = batches(groups.grid.replica, workers=1)
+def batches_on_stages() -> tuple[dict[str, list[Any]], int]:
+    import torch.distributed as dist
+
+    from lightning_axosparse.distributed.mpi.process_group import init_process_group
+
+    init_process_group("cpu")
+    grid = Grid(2, 2, dist.get_rank())
+    seed_everything(7 if grid.stage == 0 else 1234, workers=True, verbose=False)
+    broadcast_seed(dist.group.WORLD, grid.pipeline[0])
+    found = batches(grid.replica, workers=1)
     return found, torch.initial_seed()
 
 
-def test_two_stages_sample_what_one_process_samples(on_two: list[dict[str, Any]]) -> None:
+def test_two_stages_sample_what_one_process_samples() -> None:
     seed_everything(7, workers=True, verbose=False)
     expected = batches(replica=0, workers=1)
-    for batches_found, seed in (found["batches"] for found in on_two):
+    for batches_found, seed in run_ranks(2, batches_on_stages):
         assert batches_found == expected
         assert seed == 7
     assert expected["shuffle"][0] != expected["shuffle"][1]
@@ -128,8 +137,8 @@ class Sees(LightningModule):
         return CombinedLoader([a, b], "min_size") if self.combined else [a]
 
 
-class Remembers(CutStrategy):
-    """Also keeps the loaders that Lightning asks about."""
+class Remembers(AxoSparseStrategy):
+    """Keeps the loaders that Lightning asks about."""
 
     def process_dataloader(self, dataloader: object) -> object:
         self.loaders = [*getattr(self, "loaders", []), dataloader]
@@ -139,7 +148,7 @@ class Remembers(CutStrategy):
 @pytest.mark.parametrize("combined", [False, True])
 def test_a_shuffled_fit_sees_the_batches_of_one_process(combined: bool) -> None:
     seen = []
-    for strategy in ("auto", Remembers(1, alone())):
+    for strategy in ("auto", Remembers()):
         seed_everything(11, verbose=False)
         module = Sees(combined)
         fit(module, strategy)
@@ -157,14 +166,14 @@ def test_alone_nothing_is_compared_or_drawn() -> None:
 
 class TestAssumptionsAboutLightning:
     def test_without_replicas_the_users_sampler_is_kept(self) -> None:
-        strategy = Remembers(1, alone())
+        strategy = Remembers()
         assert strategy.is_distributed is False
         fit(Sees(), strategy)
         assert type(strategy.loaders[0].sampler) is RandomSampler
 
     def test_workers_are_seeded_only_where_nobody_did(self) -> None:
         seed_everything(3, workers=True, verbose=False)
-        strategy = Remembers(1, alone())
+        strategy = Remembers()
         fit(Sees(), strategy)
         function = strategy.loaders[0].worker_init_fn
         assert isinstance(function, partial)

@@ -1,4 +1,4 @@
-"""The folders of calls, and what is left of calls whose processes were all killed."""
+"""What a call takes along to its ranks, and what is left of calls whose processes were killed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from multiprocessing import spawn
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +21,10 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_axosparse.distributed.mpi.environment import placement
-from lightning_axosparse.strategy.launcher.call import CallFolder, MainModule, ProcessState
+from lightning_axosparse.strategy.launcher.call import origin_of_main
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
-from lightning_axosparse.support.files import remove_orphans
+from lightning_axosparse.support.files import remove_orphans, temporary_folder
+from lightning_axosparse.support.torch_flags import flags, set_flags
 
 FORK = multiprocessing.get_context("fork")  # This process has imported everything already.
 
@@ -29,36 +32,90 @@ FORK = multiprocessing.get_context("fork")  # This process has imported everythi
 @pytest.mark.parametrize(
     ("main", "imported"),
     [
-        (MainModule("/home/me/train.py", None), {"init_main_from_path": "/home/me/train.py"}),
-        (MainModule("/home/me/pkg/train.py", "pkg.train"), {"init_main_from_name": "pkg.train"}),
-        (MainModule(None, None), {}),
+        ({"__file__": "/home/me/train.py"}, {"init_main_from_path": "/home/me/train.py"}),
+        (
+            {"__file__": "/home/me/pkg/train.py", "__spec__": ModuleSpec("pkg.train", None)},
+            {"init_main_from_name": "pkg.train"},
+        ),
+        ({}, {}),
     ],
 )
 def test_processes_that_a_rank_spawns_import_the_module_of_the_caller(main, imported, monkeypatch):
     monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
-    main.restore()
-    assert MainModule.of_this_process() == main
+    vars(sys.modules["__main__"]).update(main)
+    assert origin_of_main() == main
     preparation = spawn.get_preparation_data("a worker of a DataLoader")
     assert {k: v for k, v in preparation.items() if "init_main" in k} == imported
 
 
-def test_ranks_run_by_onednn_only_if_the_caller_does(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.mkldnn, "enabled", False)
-        of_caller = ProcessState.of_this_process()
-    enabled, precision = torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision()
-    try:
-        of_caller.restore()
-        assert not torch.backends.mkldnn.enabled
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.backends.mkldnn.enabled = enabled
+OTHER_FLAGS = {
+    "backends.cuda.flash_sdp_enabled": False,
+    "backends.cudnn.benchmark": True,
+    "backends.cudnn.deterministic": True,
+    "backends.mha.get_fastpath_enabled": False,
+    "backends.mkldnn.enabled": False,
+    "get_default_device": torch.device("meta"),
+    "get_default_dtype": torch.float64,
+    "get_deterministic_debug_mode": 1,
+    "get_float32_matmul_precision": "high",
+    "is_anomaly_enabled": True,
+    "is_grad_enabled": False,
+    "is_warn_always_enabled": True,
+    "serialization.get_safe_globals": [*torch.serialization.get_safe_globals(), Path],
+}
+
+
+@pytest.fixture
+def other_flags() -> Iterator[None]:
+    """Flags as no process has them from its start on."""
+    before, safe = flags(), torch.serialization.get_safe_globals()
+    set_flags(OTHER_FLAGS)
+    yield
+    set_flags(before)
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(safe)
+    torch.set_default_device(None)
+    after = flags()
+    for found in (before, after):
+        found.pop("serialization.get_safe_globals")  # a list of a set
+    assert after == before
+
+
+def flags_then_float16() -> dict[str, Any]:
+    found = flags()
+    torch.set_default_dtype(torch.float16)
+    return found
+
+
+@pytest.mark.usefixtures("other_flags")
+def test_ranks_have_the_flags_of_the_caller_and_the_caller_those_of_ranks():
+    here = flags()
+    for name, value in OTHER_FLAGS.items():
+        if name != "serialization.get_safe_globals":
+            assert here[name] == value, name
+    assert Path in here["serialization.get_safe_globals"]
+    there = MPILauncher(SingleDeviceStrategy("cpu"), 1).launch(flags_then_float16)
+    for name, value in here.items():
+        if name == "serialization.get_safe_globals":
+            assert set(there[name]) == set(value)
+        else:
+            assert there[name] == value, name
+    assert torch.get_default_dtype() == torch.float16
+
+
+def test_flags_of_another_kind_than_those_that_are_read_are_left_out(monkeypatch):
+    def refuse() -> str:
+        raise RuntimeError("a mix of the legacy and the new API")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    assert "get_float32_matmul_precision" not in flags()
+    assert "get_default_dtype" in flags()
 
 
 def hold(folder: Path, connection: Any) -> None:
     tempfile.tempdir = str(folder)
-    with CallFolder.temporary() as call:
-        connection.send(call.path)
+    with temporary_folder() as call:
+        connection.send(call)
         connection.recv()
 
 
@@ -74,13 +131,13 @@ def test_a_call_removes_the_folders_of_dead_callers_only(tmp_path, monkeypatch):
     os.kill(callers[0].pid, signal.SIGKILL)
     callers[0].join()
     assert all(folder.exists() for folder in folders)
-    with CallFolder.temporary() as first, CallFolder.temporary() as second:
+    with temporary_folder() as first, temporary_folder() as second:
         others = {folders[1], tmp_path / "axosparse-of-another-program"}
-        assert set(tmp_path.iterdir()) == {first.path, second.path} | others
+        assert set(tmp_path.iterdir()) == {first, second} | others
         child = FORK.Process(target=remove_orphans, args=[tmp_path])
         child.start()
         child.join()
-        assert set(tmp_path.iterdir()) == {first.path, second.path} | others
+        assert set(tmp_path.iterdir()) == {first, second} | others
     assert set(tmp_path.iterdir()) == others
     callers[1].kill()
 
@@ -122,5 +179,5 @@ def test_the_next_call_removes_what_a_killed_one_left(tmp_path, monkeypatch):
         assert not Path(line.removesuffix(" (deleted)")).exists()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     assert len(list((tmp_path / "tmp").iterdir())) == 1
-    with CallFolder.temporary() as folder:
-        assert list((tmp_path / "tmp").iterdir()) == [folder.path]
+    with temporary_folder() as folder:
+        assert list((tmp_path / "tmp").iterdir()) == [folder]

@@ -22,7 +22,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning_axosparse import close_ranks
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.strategy.launcher import fork_server
-from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
+from lightning_axosparse.strategy.launcher.failure import RankFailedError
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="ranks with CUDA are not forked")
 
@@ -40,7 +41,14 @@ def launch(function: Any, *args: Any) -> Any:
 def server() -> psutil.Process:
     process = fork_server.prepare()
     assert process is not None
-    return psutil.Process(process._process.pid)
+    return psutil.Process(process.process.pid)
+
+
+def server_of_this_rank() -> int:
+    """The process that has forked the guard that has forked this rank."""
+    guard = psutil.Process().parent()
+    assert guard is not None
+    return guard.ppid()
 
 
 def state_then_change(folder: Path) -> dict[str, Any]:
@@ -48,10 +56,9 @@ def state_then_change(folder: Path) -> dict[str, Any]:
     process = psutil.Process()
     module = importlib.import_module("mine")
     state = {
-        "parent": process.ppid(),
+        "server": server_of_this_rank(),
         "state": {
             "threads": torch.get_num_threads(),
-            "anomalies": torch.is_anomaly_enabled(),
             "variable": os.environ.get("LEFT"),
             "path": sys.path[:],
             "folder": os.getcwd(),
@@ -60,6 +67,7 @@ def state_then_change(folder: Path) -> dict[str, Any]:
             "global": vars(torch).get("left"),
             "signal": signal.getsignal(signal.SIGUSR1),
         },
+        "anomalies": torch.is_anomaly_enabled(),
         "module": module.version,
         "pid": process.pid,
         "mpi": placement().world_size,
@@ -83,11 +91,14 @@ def test_each_call_has_fresh_ranks_of_one_process(tmp_path, monkeypatch):
     first = launch(state_then_change, tmp_path)
     (tmp_path / "mine.py").write_text("version = 22")
     second = launch(state_then_change, tmp_path)
+    torch.autograd.set_detect_anomaly(False)
     assert first["state"] == second["state"]
     assert first["state"]["folder"] == os.getcwd()
     assert (first["module"], second["module"]) == (1, 22)
+    # A flag of torch comes back, as it would stay in one process.
+    assert (first["anomalies"], second["anomalies"]) == (False, True)
     assert first["pid"] != second["pid"]
-    assert first["parent"] == second["parent"] == server().pid
+    assert first["server"] == second["server"] == server().pid
     assert first["mpi"] == second["mpi"] == 2
 
 
@@ -109,29 +120,54 @@ def die_or_fail(how: str) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize(("how", "words"), [("die", "killed by SIGSEGV"), ("fail", "mine")])
-def test_a_failed_call_leaves_no_rank_to_the_next_one(how, words):
+@pytest.mark.parametrize(
+    ("how", "error", "words"),
+    [("die", RankFailedError, "rank 1 .* killed by SIGSEGV"), ("fail", ValueError, "mine")],
+)
+def test_a_failed_call_leaves_no_rank_to_the_next_one(how, error, words):
     before = server()
-    with pytest.raises(RankFailedError, match=words):
+    with pytest.raises(error, match=words):
         launch(die_or_fail, how)
-    assert launch(os.getppid) == server().pid == before.pid
+    assert launch(server_of_this_rank) == server().pid == before.pid
     deadline = time.monotonic() + 20
     while before.children():
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def kill_parent() -> None:
+def kill_guard() -> None:
     if placement().rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(60)
 
 
-def test_if_it_is_killed_its_ranks_end_and_the_next_call_has_another():
+def test_if_a_guard_is_killed_its_rank_ends():
+    with pytest.raises(RankFailedError):
+        launch(kill_guard)
+    assert launch(server_of_this_rank) == server().pid
+
+
+def kill_server() -> int:
+    if placement().rank == 0:
+        os.kill(server_of_this_rank(), signal.SIGKILL)
+    return placement().world_size
+
+
+def test_if_it_is_killed_ranks_go_on_and_the_next_call_has_another():
     before = server()
-    with pytest.raises(RankFailedError, match="killed by SIGKILL"):
-        launch(kill_parent)
-    assert launch(os.getppid) == server().pid != before.pid
+    assert launch(kill_server) == 2
+    assert launch(server_of_this_rank) == server().pid != before.pid
+
+
+def test_if_it_cannot_be_reached_ranks_start_without_it(monkeypatch):
+    process = fork_server.prepare()
+    monkeypatch.setattr(process, "address", "nobody listens")
+    assert launch(state_of_start) == ["-m", fork_server._WORKER]
+
+
+def state_of_start() -> list[str]:
+    """How this process was started, without its Python and the arguments of the worker."""
+    return psutil.Process().cmdline()[1:3]
 
 
 def test_it_sleeps_between_calls():
@@ -159,7 +195,7 @@ def test_close_ranks_ends_it_and_the_next_call_has_another():
     close_ranks()
     assert not before.is_running()
     close_ranks()
-    assert launch(os.getppid) == server().pid != before.pid
+    assert launch(server_of_this_rank) == server().pid != before.pid
 
 
 def test_it_ends_when_it_was_not_used_for_long(monkeypatch):
@@ -167,14 +203,15 @@ def test_it_ends_when_it_was_not_used_for_long(monkeypatch):
     monkeypatch.setattr(fork_server, "IDLE_SECONDS", 0.5)
     process = fork_server.prepare()
     assert process is not None
-    with process.connect() as connection:
-        connection.settimeout(2)
-        with pytest.raises(TimeoutError):  # A call that takes longer is not idle.
-            connection.recv(1)
-    assert process._process.wait(60) == 0
+    assert launch(sleep_then_is_server_alive)  # A call that takes longer is not idle.
+    assert process.process.wait(60) == 0
     assert not process.fits()
-    assert process.connect() is None
     close_ranks()
+
+
+def sleep_then_is_server_alive() -> bool:
+    time.sleep(2)
+    return psutil.Process(server_of_this_rank()).status() == psutil.STATUS_SLEEPING
 
 
 def start_and_sleep(line: Any) -> None:

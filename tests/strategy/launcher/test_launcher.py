@@ -33,7 +33,8 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.strategy.launcher import fork_server
-from lightning_axosparse.strategy.launcher.launcher import MPILauncher, RankFailedError
+from lightning_axosparse.strategy.launcher.failure import RankFailedError
+from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from tests.ranks import PATIENCE
 
 
@@ -199,12 +200,11 @@ def test_a_call_has_the_effects_of_one_in_this_process(tmp_path):
 
 
 class Broken(Exception):
-    def __init__(self, code: int, reason: str) -> None:
-        super().__init__(f"{reason} {code}")
-        self.code = code
+    """Takes other arguments than it has as an exception, as many classes do."""
 
-    def __reduce__(self) -> Any:
-        return Broken, (self.code, "broken")
+    def __init__(self, code: int, reason: str, *, advice: str) -> None:
+        super().__init__(f"{reason} {code}\n{advice}")
+        self.code = code
 
 
 class Breaking(BoringModel):
@@ -214,23 +214,28 @@ class Breaking(BoringModel):
         print(f"rank {placement().rank} prints")
         MPI.COMM_WORLD.Barrier()
         if placement().rank == 1:
-            raise Broken(42, "broken")
+            raise Broken(42, "broken", advice="mend it")
         MPI.COMM_WORLD.Barrier()
 
 
 def test_a_rank_that_raises(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     trainer = Trainer(strategy=Ranks(2), accelerator="auto", logger=False, barebones=True)
-    with pytest.raises(RankFailedError, match=r"rank 1 \(stage 0 of replica 0\)") as error:
+    with pytest.raises(Broken) as error:
         trainer.fit(Breaking())
-    assert "test_launcher.Broken: broken 42" in str(error.value)
-    assert "in on_train_start" in str(error.value)
-    assert isinstance(error.value.__cause__, Broken)
-    assert error.value.__cause__.code == 42
+    assert str(error.value) == "broken 42\nmend it"
+    assert error.value.code == 42
+    assert error.value.__cause__ is None
+    (note,) = error.value.__notes__
+    assert note.startswith("On rank 1 (stage 0 of replica 0):\n")
+    assert note.count("  File ") == 1  # Lightning's frames and this package's are in the file.
+    assert "in on_train_start\n    raise Broken(" in note
+    (file,) = tmp_path.iterdir()
+    assert note.endswith(f"\nAll frames are in '{file}'.")
+    assert "in _run_stage" in file.read_text()
     captured = capsys.readouterr().out  # a stream without a file
     assert "rank 0 prints" in captured
     assert "rank 1 prints" in captured
-    assert list(tmp_path.iterdir()) == []
 
 
 def die_on_rank_1() -> None:
@@ -252,12 +257,15 @@ def test_a_rank_that_cannot_begin_or_report(fails, monkeypatch):
         "class Full(OSError): ...\n"
         "def full(*_): raise Full('no space left')\n"
         f"if worker.world_communicator().rank == 1: worker.publish = worker.{fails} = full\n"
-        "worker.main(sys.argv[2])"
+        "worker.main(*sys.argv[2:])"
     )
     monkeypatch.setattr(fork_server, "prepare", lambda: None)
     monkeypatch.setattr(fork_server, "COLD", (sys.executable, "-c", script))
-    words = "rank 1.* failed: .*no space left" if fails == "publish" else "ended with exit code 1"
-    with pytest.raises(RankFailedError, match=words):
+    error, words = {
+        "publish": (OSError, "^no space left\nOn rank 1:\n"),
+        "_report": (RankFailedError, "ended with exit code 1"),
+    }[fails]
+    with pytest.raises(error, match=words):
         MPILauncher(Ranks(2), 2).launch(time.sleep, 60)
 
 
@@ -365,6 +373,8 @@ def test_after_ctrl_c_ranks_save_and_the_next_call_can_be_interrupted(tmp_path):
 SCRIPT = '''
 import pickle
 from pathlib import Path
+import torch
+import torch._dynamo
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch import Trainer
 from tests.strategy.launcher.test_launcher import Ranks
@@ -372,6 +382,9 @@ from tests.strategy.launcher.test_launcher import Ranks
 class Mine(BoringModel):
     def on_train_start(self):
         print("a rank of", type(self).__name__)
+        torch.backends.cudnn.benchmark = True
+        with torch.backends.mkldnn.flags(enabled=False):
+            torch._dynamo.config.suppress_errors = not torch.backends.quantized.engine
         self.made_on_a_rank = pickle.loads(pickle.dumps(Part()))
         assert pickle.loads(pickle.dumps(main)) is main
         with Path("parts").open("rb") as file:  # as in a checkpoint
@@ -387,9 +400,22 @@ Mine.main = staticmethod(main)
 with Path("parts").open("wb") as file:
     pickle.dump(Part(), file)
 
+class Stop(Exception):
+    def __init__(self, step, reason):
+        super().__init__(f"{reason} at step {step}")
+        self.step = step
+
+def stop(self):
+    raise Stop(3, "enough")
+
 model = Mine()
 Trainer(strategy=Ranks(RANKS), accelerator="auto", barebones=True, max_steps=2).fit(model)
 print("returned", type(model.made_on_a_rank) is Part)
+model.on_train_end = stop.__get__(model)
+try:
+    Trainer(strategy=Ranks(RANKS), accelerator="auto", barebones=True, max_steps=2).fit(model)
+except Stop as stopped:
+    print("stopped at step", stopped.step)
 '''
 
 
@@ -407,7 +433,8 @@ def test_from_a_script_without_a_file(how, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "a rank of Mine\nreturned True\n"
+    assert done.stdout.startswith("a rank of Mine\nreturned True\na rank of Mine\n")
+    assert done.stdout.endswith("stopped at step 3\n")
 
 
 def test_from_a_notebook(tmp_path):
@@ -419,8 +446,9 @@ def test_from_a_notebook(tmp_path):
     client = NotebookClient(notebook, timeout=PATIENCE, resources=resources)
     client.execute(env={**os.environ, "PYTHONPATH": path})
     shown = "".join(out["text"] for out in cells[-1].outputs if out.get("name") == "stdout")
-    assert shown.count("a rank of Mine") == 2
-    assert shown.endswith("returned True\n")
+    assert shown.count("a rank of Mine") == 4
+    assert "returned True\n" in shown
+    assert shown.endswith("stopped at step 3\n")
 
 
 def test_a_call_that_cannot_be_pickled_is_named():

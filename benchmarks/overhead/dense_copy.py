@@ -1,10 +1,10 @@
-"""Measures the time that the policies "sparse" and "samo" add to a step.
+"""Measures the time that pruned weights, without and with a dense copy, add to a step.
 
-    python -m benchmarks.overhead.policies
+    python -m benchmarks.overhead.dense_copy
 
 A transformer block, 90 % pruned, one thread: the forward and backward passes of some micro-batches
-and a step of plain SGD, after which the dense copy of "samo" is filled again. Prints a Markdown
-table.
+and a step of plain SGD, after which the dense copy of ``compute="samo"`` is filled again. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from torch import nn
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import Block
+from lightning_axosparse.sparse.backend import Compute
 
 SEQUENCE = 512
 
 
-def block(width: int, ratio: float, policy: str) -> nn.Module:
+def block(width: int, ratio: float, compute: Compute | None) -> nn.Module:
     torch.manual_seed(0)
     made = Block(width, heads=max(1, width // 64), dropout=0.0)
-    if policy != "dense":
+    if compute is not None:
         shapes = {name: p.shape for name, p in made.named_parameters() if p.dim() > 1}
         masks = {name: torch.rand(shape) > ratio for name, shape in shapes.items()}
-        sparsify(made, masks, policy=policy)  # type: ignore[arg-type]
+        sparsify(made, masks, compute=compute)
     return made
 
 
@@ -61,24 +62,25 @@ def main() -> None:
     arguments.add_argument("--trials", type=int, default=7)
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    print("| precision | tokens | micro-batches a step | dense | sparse | samo |")
+    print("| precision | tokens | micro-batches a step | dense | auto | samo |")
     print("| --- | --: | --: | --: | --: | --: |")
     for precision in options.precision:
         for tokens in options.tokens:
             for passes in options.passes:
                 mixed = precision == "bf16-mixed"
+                ways: dict[str, Compute | None] = {"dense": None, "auto": "auto", "samo": "samo"}
                 runners = {
-                    policy: step(
-                        block(options.width, options.ratio, policy),
+                    way: step(
+                        block(options.width, options.ratio, compute),
                         options.width,
                         tokens,
                         passes,
                         mixed,
                     )
-                    for policy in ("dense", "sparse", "samo")
+                    for way, compute in ways.items()
                 }
                 seconds = median_seconds(runners, options.trials)
-                more = (f"{seconds[p] / seconds['dense'] - 1:+.1%}" for p in ("sparse", "samo"))
+                more = (f"{seconds[p] / seconds['dense'] - 1:+.1%}" for p in ("auto", "samo"))
                 dense = f"{seconds['dense'] * 1e3:.0f} ms"
                 print(f"| {precision} | {tokens} | {passes} | {dense} | {' | '.join(more)} |")
 

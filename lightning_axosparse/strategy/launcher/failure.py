@@ -1,0 +1,152 @@
+"""Why a call has failed: what its ranks report, and how processes ended that report nothing."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from lightning_axosparse.distributed.rank_status import RanksStuckError, describe_end, read_status
+from lightning_axosparse.strategy.launcher.pickling import load, save, survives
+from lightning_axosparse.support.troubleshooting import see
+
+_SEE = see("failing-and-waiting-ranks")
+_CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+_PACKAGE = str(Path(__file__).parents[2])
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+_PATIENCE = 1.0  # seconds for guards, which mpiexec does not know, to note how ranks have ended
+_FRAMES = 3  # shown of a traceback without frames of the user
+
+
+class RankFailedError(RuntimeError):
+    """A rank was killed, waits in vain, or has raised what this process cannot raise again.
+
+    Other exceptions of ranks reach the caller as themselves. The message names the rank, its stage
+    and its replica. If the rank was killed, it says what the rank did then; if ranks wait for one
+    another, what each does.
+
+    Args:
+        message: in words.
+        lost: whether a process was killed, so that the call may succeed when it begins again.
+    """
+
+    def __init__(self, message: str, lost: bool = False) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
+@dataclass(frozen=True)
+class Report:
+    """An exception that ended a rank, as the rank reports it.
+
+    Attributes:
+        when: seconds of the host's clock; the first failure is the cause of the others.
+        rank: the rank, in words.
+        exception: what the caller raises; None if that cannot be pickled, or ends a process.
+        headline: its class and message.
+        frames: file, line number and function of each frame of its traceback.
+        trace: the whole traceback, as text; empty if the message says everything.
+    """
+
+    when: float
+    rank: str
+    exception: Exception | None
+    headline: str
+    frames: list[tuple[str, int, str, None]]
+    trace: str
+
+    @classmethod
+    def of(cls, exception: BaseException, rank: str) -> Report:
+        """The report of a rank that has just caught ``exception``."""
+        if isinstance(exception, RanksStuckError):
+            return cls(time.time(), rank, None, str(exception), [], "")
+        returns = isinstance(exception, Exception) and survives(exception, {})
+        frames = traceback.extract_tb(exception.__traceback__)
+        return cls(
+            time.time(),
+            rank,
+            cast(Exception, exception) if returns else None,
+            "".join(traceback.format_exception_only(exception)).strip(),
+            [(frame.filename, frame.lineno or 0, frame.name, None) for frame in frames],
+            "".join(traceback.format_exception(exception)),
+        )
+
+    def write(self, folder: Path, name: str) -> None:
+        """Write it into the folder of the call, as that of the rank whose stub has this name."""
+        partial = folder / f"partial-{name}"
+        save(self, partial)
+        partial.rename(folder / f"failure-{name}")
+
+    def error(self) -> Exception:
+        """The exception for the caller, with the rank and the frames of the user's code."""
+        if not self.trace:
+            return RankFailedError(self.headline)
+        shown = [frame for frame in self.frames if _is_users(frame[0])] or self.frames[-_FRAMES:]
+        # Here and not on the rank: this process knows the lines of a notebook's cells.
+        lines = "".join(traceback.StackSummary.from_list(shown).format())
+        file, path = tempfile.mkstemp(prefix="axosparse-traceback-", suffix=".txt")
+        with open(file, "w") as whole:
+            whole.write(self.trace)
+        where = f"On {self.rank}:\n{lines}All frames are in '{path}'."
+        if self.exception is None:
+            return RankFailedError(f"{self.rank} failed: {self.headline}\n\n{where}{_SEE}")
+        if hasattr(self.exception, "add_note"):
+            self.exception.add_note(where)
+        else:  # before Python 3.11
+            sys.stderr.write(f"[axosparse] {where}\n")
+        return self.exception
+
+
+def _is_users(file: str) -> bool:
+    packages = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return not packages and not file.startswith((_PACKAGE, _STANDARD_LIBRARY, "<frozen "))
+
+
+def error_of(folder: Path, code: int) -> Exception:
+    """What the caller of a failed call raises, by whatever happened first.
+
+    ``code`` is that of mpiexec; 0 if it was stopped because a process had ended.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while not [*folder.glob("failure-*"), *folder.glob("ended-*")] and time.monotonic() < deadline:
+        time.sleep(_PATIENCE / 20)
+    reports: list[Report] = [load(file) for file in folder.glob("failure-*")]
+    report = min(reports, key=lambda report: report.when, default=None)
+    if report is None and code < 0:
+        killer = signal.Signals(-code).name
+        message = f"mpiexec was killed by {killer}, and the ranks with it."
+        return RankFailedError(message + _SEE, _is_crash(code))
+    ended = min(map(_read_end, folder.glob("ended-*")), default=None)
+    if ended is not None and (report is None or ended[0] < report.when):
+        return _unreported(folder, *ended[1:])
+    if report is not None:
+        return report.error()
+    return RankFailedError(f"mpiexec ended with exit code {code}: see its output above." + _SEE)
+
+
+def _read_end(file: Path) -> tuple[float, int, str]:
+    when, code = file.read_text().split()
+    return float(when), int(code), file.name.removeprefix("ended-")
+
+
+def _unreported(folder: Path, code: int, name: str) -> RankFailedError:
+    """The error for a process that has neither finished nor reported an exception."""
+    if name == "mpiexec":
+        message = "The proxy of mpiexec was killed, and its ranks with it."
+        return RankFailedError(message + _SEE, lost=True)
+    message, file = f"A rank {describe_end(code)}", folder / f"status-{name}"
+    if file.exists():
+        status = read_status(str(file))
+        message = f"{status.who} {describe_end(code)}\nIt was {status.doing}."
+    return RankFailedError(message + _SEE, _is_crash(code))
+
+
+def _is_crash(code: int) -> bool:
+    """Whether an exit code is that of a process that was killed, and not asked to end."""
+    return -code in signal.valid_signals() and signal.Signals(-code).name in _CRASHES

@@ -1,0 +1,92 @@
+"""How ranks share the layers of a stage: the arguments of tensor and of expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_axosparse.support.arguments import (
+    COUNT,
+    NAMES,
+    TEXT,
+    check_fields,
+    instance_of,
+    one_of,
+    shown,
+)
+from lightning_axosparse.support.troubleshooting import see
+
+if TYPE_CHECKING:  # It loads DTensor, which only runs with tensor parallelism need.
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+TensorPlan = Literal["auto"] | Mapping[str, "ParallelStyle"]
+Experts = Literal["auto"] | str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """Tensor parallelism: the ranks of a group have each a part of the weights of a stage.
+
+    Args:
+        ranks: ranks of a stage that share its layers. All run the same passes in the same order.
+        plan: which weights they share, and how. A dict has torch's ``ColwiseParallel``,
+            ``RowwiseParallel`` and the like by names of modules, such as
+            ``{"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}``. "auto" takes
+            what the module's ``configure_model`` has parallelized on
+            ``self.device_mesh["tensor_parallel"]``, as for Lightning's ``ModelParallelStrategy``;
+            where that is nothing, the plan of a Hugging Face module.
+
+    Raises:
+        MisconfigurationException: for arguments out of range.
+    """
+
+    ranks: int
+    plan: TensorPlan = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        styles = instance_of("a dict of torch's styles by names of modules", Mapping)
+        check_fields(MisconfigurationException, self, ranks=COUNT, plan=one_of("auto") | styles)
+        if not isinstance(self.plan, str):
+            _validate_styles(self.plan)
+
+
+@dataclass(frozen=True)
+class ExpertParallel:
+    """Expert parallelism: replicas have each a part of the experts of a stage.
+
+    Args:
+        ranks: ranks over which the experts of a stage are spread: so many consecutive replicas,
+            which send one another their tokens, and run the same passes in the same order. It
+            divides the number of replicas.
+        experts: which experts these are: "auto" takes the plan of a Hugging Face module; else the
+            names of modules whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
+            ``top_k_weights``, as a pattern such as ``"model.layers.*.mlp.experts"`` or several.
+
+    Raises:
+        MisconfigurationException: for arguments out of range.
+    """
+
+    ranks: int
+    experts: Experts = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        check_fields(MisconfigurationException, self, ranks=COUNT, experts=TEXT | NAMES)
+
+
+def _validate_styles(plan: Mapping[str, Any]) -> None:
+    """Check that a plan has styles, and not what names them."""
+    # Who gives a style has loaded DTensor.
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    for name, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise MisconfigurationException(
+                f"The plan gives {name!r} the style {shown(style)}, which is none of "
+                "torch.distributed.tensor.parallel, such as ColwiseParallel() and "
+                "RowwiseParallel()." + see("tensor-parallel")
+            )

@@ -1,0 +1,95 @@
+"""Weights that no step trains stay dense, on every grid, and all others are pruned."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
+from tests.parity.cases import BATCH, Net, Record, loader, recorded, trainer
+from tests.ranks import run_ranks
+
+UNTRAINED = {"model.0.deeper.weight", "model.4.deeper.weight", "unused.weight"}
+
+
+class Shallow(nn.Linear):
+    """A layer that has more than it uses, as an encoder that is deeper than its decoder."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.deeper = nn.Linear(outputs, outputs)
+
+
+class Deep(Net):
+    """Has a weight that no step uses in either stage, and one outside of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number in (0, 4):
+            layer: Any = self.model[number]
+            self.model[number] = Shallow(layer.in_features, layer.out_features)
+        self.unused = nn.Linear(3, 4)
+
+
+PRUNING: dict[str, Any] = {
+    "gradual": lambda: GradualPruning(0.6, start=4, every=3, end=15),
+    "once": lambda: EarlyBirdTicket(0.6, every=3, draw_by=12, window=2),
+}
+
+
+def train(pruning: str, ranks: int, **grid: Any) -> tuple[Record, Any, list[str]]:
+    """Train on the same global batches on every grid."""
+    L.seed_everything(0, verbose=False)
+    callback = PRUNING[pruning]()
+    run = trainer(
+        AxoSparseStrategy(microbatches=2, **grid),
+        ranks,
+        callbacks=[callback],
+        precision="64-true",
+        use_distributed_sampler=False,
+    )
+    module = Deep().double()
+    data, places = loader(1), run.strategy.distributed_sampler_kwargs
+    sampler = DistributedSampler(data.dataset, shuffle=False, **places)  # type: ignore[arg-type]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.fit(module, DataLoader(data.dataset, BATCH // places["num_replicas"], sampler=sampler))
+    told = [str(each.message) for each in said if "left dense" in str(each.message)]
+    return recorded(run, module), callback.ticket, told
+
+
+def on_two_ranks(pruning: str) -> dict[str, tuple[Record, Any, list[str]]]:
+    grids = {"stages": {"g_inter": 2}, "replicas": {"g_inter": 1}}
+    grids["divided"] = {"g_inter": 1, "shard_optimizer": True}
+    return {name: train(pruning, 2, **grid) for name, grid in grids.items()}
+
+
+def initial() -> dict[str, Tensor]:
+    L.seed_everything(0, verbose=False)
+    return {name: value.double() for name, value in Deep().state_dict().items()}
+
+
+@pytest.mark.parametrize("pruning", PRUNING)
+def test_every_grid_prunes_the_rest_as_one_process(pruning: str) -> None:
+    alone, ticket, told = train(pruning, 1)
+    assert len(told) == 1
+    assert told[0].startswith(f"{', '.join(sorted(UNTRAINED))}: left dense, because no step has")
+    matrices = {n for n, p in Deep().named_parameters() if p.dim() > 1}
+    assert ticket.masks.keys() == matrices - UNTRAINED
+    before = initial()
+    for name in UNTRAINED:
+        assert torch.equal(alone.weights[name], before[name]), name
+    found = {"loopback": train(pruning, 1, g_inter=2, transport="loopback")}
+    first, second = run_ranks(2, on_two_ranks, pruning)
+    assert [len(said) for _, _, said in second.values()] == [0, 0, 0]
+    for case, (record, drawn, said) in {**found, **first}.items():
+        assert said == told, case
+        assert drawn == ticket, case
+        for name, weight in alone.weights.items():
+            assert torch.allclose(record.weights[name], weight, rtol=0, atol=1e-12), (case, name)
