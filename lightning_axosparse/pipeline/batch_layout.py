@@ -1,4 +1,4 @@
-"""Finds out which leaves of a batch have one entry per sample, and along which dimension."""
+"""The layout of a batch: the leaves with one entry per sample, and their sample dimensions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_axosparse.support.troubleshooting import see
 
 Path: TypeAlias = tuple[str, ...]
-"""The position of a leaf in a batch: what a user would write after ``batch``, step by step."""
+"""The path to a leaf of a batch: ``("['x']", "[0]")`` for ``batch['x'][0]``."""
 
 ASK = (
     "Give AxoSparseStrategy(split_batch=...) a function (batch, microbatches) -> list of "
@@ -30,9 +30,9 @@ class BatchLayout:
     """How the batches of a loader are split; can be pickled.
 
     Attributes:
-        dims: the leaves that are split, and along which dimension; lists and tuples of one entry
-            per sample are split along 0.
-        whole: the leaves of which every micro-batch gets all.
+        dims: the sample dimension of each leaf that is split; 0 for lists and tuples with one entry
+            per sample.
+        whole: the leaves that every micro-batch gets whole.
         objects: those of ``whole`` that are neither arrays nor plain values, so that it is unknown
             whether they have one entry per sample.
     """
@@ -42,25 +42,25 @@ class BatchLayout:
     objects: tuple[Path, ...] = ()
 
     def sizes(self, batch: Any) -> dict[Path, int]:
-        """Length of each leaf that is split, along its dimension; equal in a valid batch."""
+        """Return the number of samples in each leaf that is split; equal in a valid batch."""
         return {
             path: node.shape[self.dims[path]] if is_array(node) else len(node)
             for path, node in self.leaves(batch)
         }
 
     def leaves(self, batch: Any) -> Iterator[tuple[Path, Any]]:
-        """The leaves that are split."""
+        """Return the leaves that are split, with their paths."""
         return ((path, node) for path, node in _nodes(batch, self.dims) if path in self.dims)
 
     def fits(self, batch: Any) -> bool:
-        """Whether a batch has the leaves that this layout was made from."""
-        reached = {path for path, node in _nodes(batch, self.dims) if _matters(node)}
+        """Whether a batch has the same leaves as the batch from which the layout was inferred."""
+        reached = {path for path, node in _nodes(batch, self.dims) if _may_have_samples(node)}
         known = set(self.dims) | set(self.whole)
         cut = {path for path, _ in _nodes(batch, self.dims)} & set(self.dims)
         return cut == set(self.dims) and reached <= known
 
     def cut(self, batch: Any, lo: int, hi: int) -> Any:
-        """The samples from ``lo`` up to ``hi``, in the batch's own types."""
+        """Return the samples from ``lo`` up to ``hi``, in the batch's own types."""
         return self._cut(batch, (), slice(lo, hi))
 
     def _cut(self, node: Any, path: Path, part: slice) -> Any:
@@ -70,7 +70,7 @@ class BatchLayout:
                 return node.index_select(self.dims[path], rows)
             if is_array(node):
                 cut = node[(slice(None),) * self.dims[path] + (part,)]
-                # A step that writes to it does not change what others have taken from the batch.
+                # A tensor with its own version counter, as a step may change it in place.
                 return cut.data if isinstance(cut, Tensor) and not cut.requires_grad else cut
             return _like(node, node[part])
         entries = {} if _is_plain(node) else children(node)
@@ -82,24 +82,24 @@ class BatchLayout:
     def __str__(self) -> str:
         by_dim: dict[int, list[str]] = {}
         for path, dim in self.dims.items():
-            by_dim.setdefault(dim, []).append(spelled(path))
-        said = [
+            by_dim.setdefault(dim, []).append(path_text(path))
+        texts = [
             f"{', '.join(paths)} along dimension {dim}" for dim, paths in sorted(by_dim.items())
         ]
-        cut = "cut " + "; ".join(said) if said else "nothing is cut"
-        whole = ", ".join(spelled(path) for path in self.whole)
+        cut = "cut " + "; ".join(texts) if texts else "nothing is cut"
+        whole = ", ".join(path_text(path) for path in self.whole)
         return f"{cut}; passed whole: {whole}" if whole else cut
 
 
 class Key(NamedTuple):
-    """One entry of a container: its key or index, and what a user would write."""
+    """The key or index of an entry of a container, and its text: ``['x']``, ``[0]``, ``.x``."""
 
     value: Any
     text: str
 
 
-def spelled(path: Path) -> str:
-    """A path as a user would write it."""
+def path_text(path: Path) -> str:
+    """Return a path as a user would write it."""
     return "batch" + "".join(path)
 
 
@@ -109,7 +109,7 @@ def is_array(node: Any) -> bool:
 
 
 def children(node: Any) -> dict[Key, Any]:
-    """The entries of a mapping, a list, a tuple or a dataclass; none for anything else."""
+    """Return the entries of a mapping, a list, a tuple or a dataclass; none of anything else."""
     if isinstance(node, Mapping):
         return {Key(key, f"[{key!r}]"): value for key, value in node.items()}
     if isinstance(node, tuple) and hasattr(node, "_fields"):
@@ -123,7 +123,7 @@ def children(node: Any) -> dict[Key, Any]:
 
 
 def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
-    """A copy of a container with other entries."""
+    """Copy a container with other entries."""
     if isinstance(node, Mapping):
         return _rebuilt_mapping(node, {key.value: value for key, value in entries.items()})
     if isinstance(node, tuple) and hasattr(node, "_make"):
@@ -138,7 +138,7 @@ def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
 
 
 def copied(node: Any) -> Any:
-    """A copy of a batch, whose tensors, arrays and containers a step may change."""
+    """Copy a batch, so that a step may change its tensors, arrays and containers."""
     if isinstance(node, Tensor):
         return node.detach().clone().requires_grad_(node.requires_grad)
     if isinstance(node, np.ndarray):
@@ -152,12 +152,12 @@ def copied(node: Any) -> Any:
 
 
 def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The tensors and numpy arrays in a batch that have a dimension, in order."""
+    """Yield the tensors and numpy arrays in a batch that have a dimension, in order."""
     return ((path, leaf) for path, leaf in _nodes(node, {}, path) if is_array(leaf) and leaf.ndim)
 
 
 def nested_lists(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The lists and tuples in a batch, itself included, outermost first."""
+    """Yield the lists and tuples in a batch, itself included, outermost first."""
     if _is_list(node):
         yield path, node
     for key, child in ({} if _is_plain(node) else children(node)).items():
@@ -165,10 +165,10 @@ def nested_lists(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def collated(batch: Any) -> BatchLayout:
-    """The layout of torch's ``default_collate``: the batch dimension is always the first.
+    """Return the layout of a batch of torch's ``default_collate``: dimension 0 of all arrays.
 
     Args:
-        batch: what it returned: arrays, and lists or tuples of one string per sample.
+        batch: the batch: arrays, and lists or tuples of one string per sample.
     """
 
     def is_cut(path: Path, node: Any) -> int | None:
@@ -181,17 +181,17 @@ def collated(batch: Any) -> BatchLayout:
 
 
 def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
-    """The layout inferred from one batch alone: all first dimensions agree.
+    """Infer the layout from one batch alone, in which all first dimensions must agree.
 
-    A lone vector, of a loader without a batch size, may as well be the features or the tokens of
-    one sample: it stays whole, which is never wrong.
+    A single vector, from a loader without a batch size, may be the features or the tokens of one
+    sample: it stays whole, which is always right.
 
     Args:
         batch: the batch.
-        batch_size: of its loader; the batch may have fewer samples.
+        batch_size: samples in a full batch of its loader; this one may have fewer.
 
     Raises:
-        ValueError: naming the leaf that may or may not have to be split.
+        ValueError: if it is not clear whether a leaf has to be split; it names the leaf.
     """
     samples = _count(batch, batch_size)
     if samples is None:
@@ -211,10 +211,10 @@ def inferred(batch: Any, batch_size: int | None = None) -> BatchLayout:
 
 
 def _count(batch: Any, batch_size: int | None) -> int | None:
-    """The number of samples in a batch of which nothing else is known; None to cut nothing."""
+    """Infer the number of samples in a batch; None if it cannot be split."""
     if batch_size is None and [leaf.ndim for _, leaf in arrays(batch)] == [1]:
         return None
-    lists: dict[Path, Any] = {}  # Those that are not the batch itself, nor in another one.
+    lists: dict[Path, Any] = {}  # The outermost lists below the batch itself.
     for path, node in nested_lists(batch):
         if path and not _is_below(path, lists) and any(True for _ in arrays(node)):
             lists[path] = node
@@ -231,7 +231,7 @@ def _count(batch: Any, batch_size: int | None) -> int | None:
         return lengths.pop()
     path, node = next(iter(lists.items()))
     raise ValueError(
-        f"{spelled(path)} is a list of {len(node)} entries that hold tensors, and nothing tells "
+        f"{path_text(path)} is a list of {len(node)} entries that hold tensors, and nothing tells "
         f"whether it has an entry for each sample or whether each entry is a batch. {ASK}"
         + see("batches")
     )
@@ -243,20 +243,23 @@ def _is_below(path: Path, paths: Iterable[Path]) -> bool:
 
 def _disagreement(batch: Any, path: Path, node: Any, samples: int) -> str:
     agreeing = [
-        spelled(other)
+        path_text(other)
         for other, leaf in arrays(batch)
         if other != path and leaf.shape[0] == samples
     ]
     shape = tuple(node.shape)
     return (
-        f"It is not clear how to cut {spelled(path)} of shape {shape} into micro-batches: "
+        f"It is not clear how to cut {path_text(path)} of shape {shape} into micro-batches: "
         f"{', '.join(agreeing) or 'the loader'} has {samples} samples. The DataLoader does not "
         f"show which dimensions hold the samples. {ASK}" + see("batches")
     )
 
 
 def _laid_out(batch: Any, dim_of: Callable[[Path, Any], int | None]) -> BatchLayout:
-    """Ask ``dim_of`` about every node from the outside in, down to what is cut."""
+    """Make a layout by the sample dimension that ``dim_of`` returns for each node, outermost first.
+
+    It returns None for a node that is not split itself, whose entries are visited then.
+    """
     dims: dict[Path, int] = {}
     whole: list[Path] = []
     objects: list[Path] = []
@@ -279,7 +282,7 @@ def _laid_out(batch: Any, dim_of: Callable[[Path, Any], int | None]) -> BatchLay
 
 
 def _nodes(node: Any, stop: Mapping[Path, int], path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of a batch; containers named in ``stop`` count as leaves."""
+    """Yield the leaves of a batch; containers at the paths in ``stop`` count as leaves."""
     entries = {} if path in stop or _is_plain(node) else children(node)
     if not entries:
         yield path, node
@@ -287,8 +290,8 @@ def _nodes(node: Any, stop: Mapping[Path, int], path: Path = ()) -> Iterator[tup
         yield from _nodes(child, stop, (*path, key.text))
 
 
-def _matters(node: Any) -> bool:
-    """Whether a leaf could hold samples: arrays with a dimension, and objects nobody knows."""
+def _may_have_samples(node: Any) -> bool:
+    """Whether a leaf may contain samples: an array with a dimension, or an unknown object."""
     if is_array(node):
         return bool(node.ndim)
     return not _is_plain(node) and not _is_container(node)
@@ -319,5 +322,5 @@ def _rebuilt_mapping(node: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
 
 
 def _like(node: Any, entries: Any) -> Any:
-    """Entries in a list or tuple of the node's own type."""
+    """Return the entries as a list or tuple of the node's own type."""
     return entries if type(entries) is type(node) else type(node)(entries)

@@ -1,4 +1,4 @@
-"""Chooses the in-flight limit of a pipeline, by the memory that its first batch takes."""
+"""Chooses the in-flight limit of a pipeline by the memory that a micro-batch takes."""
 
 from __future__ import annotations
 
@@ -19,57 +19,58 @@ from lightning_axosparse.support.troubleshooting import see
 
 
 class InFlightLimit:
-    """The in-flight limit of a pipeline, the same on all ranks in any one batch: a constant one.
+    """A constant in-flight limit of a pipeline, the same on all ranks.
 
     Attributes:
-        value: the limit of the running batch.
-        largest: the largest value that it may take; receive buffers are allocated for so many.
-        kept: bytes that this rank keeps of a micro-batch, as last measured; 0: not measured.
+        value: the limit in the running batch, in micro-batches.
+        largest: the largest possible value, for which receive buffers are allocated.
+        saved_bytes: bytes that this rank saves of a micro-batch for backward; 0 if not measured.
     """
 
     def __init__(self, value: int) -> None:
         self.value = self.largest = value
-        self.kept = 0
+        self.saved_bytes = 0
 
     def begin_batch(self, held: int = 0) -> None:
-        """Choose the limit of the training batch that begins; may be collective over the job.
+        """Choose the limit for the training batch that begins; may be collective over the job.
 
         Args:
-            held: micro-batches that every stage has to hold, where the limit does not count.
+            held: number of micro-batches that every stage has to hold, whatever the limit.
 
         Raises:
-            MisconfigurationException: if these are seen not to fit into memory.
+            MisconfigurationException: if a measurement shows that they do not fit into memory.
         """
 
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
-        """Measure a stage's forward pass in this context, where the limit depends on it."""
+        """Return the context of a stage's forward pass, measured if the limit depends on it."""
         return nullcontext()
 
     def measure_again(self) -> None:
-        """Choose again, because memory was freed."""
+        """Choose the limit again, because memory was freed."""
 
 
 class Capacity(NamedTuple):
-    """How many micro-batches fit into the memory of one rank, and why.
+    """The number of micro-batches that fit into the memory of one rank.
 
     Attributes:
-        micro_batches: as many as fit, within the bounds of the limit.
-        kept: bytes that the rank keeps of a micro-batch.
-        free: bytes that it may still take.
+        micro_batches: the number, within the bounds of the limit.
+        saved_bytes: bytes that the rank saves of a micro-batch for backward.
+        free: bytes that it may still allocate.
     """
 
     micro_batches: int
-    kept: int
+    saved_bytes: int
     free: int
 
 
 class MemoryInFlightLimit(InFlightLimit):
-    """The limit that memory allows, between the number of stages, as in 1F1B, and twice that.
+    """The largest in-flight limit for which memory suffices.
 
-    The bytes that a stage keeps of a micro-batch are measured in the first batch, which runs at the
-    lower bound. Free memory is measured after the optimizer has stepped, and so has allocated its
-    state. The rank with the least capacity decides for all, because a stage gains nothing by
-    holding more than the next stage can take.
+    It is at least the number of stages, as in 1F1B, and at most twice that. The bytes that a stage
+    saves of a micro-batch are measured in the first batch, which runs at the lower bound. Free
+    memory is measured after the optimizer has stepped, and so has allocated its state. The rank
+    with the least capacity decides for all, because a stage gains nothing by holding more
+    micro-batches than the next stage.
     """
 
     def __init__(
@@ -84,67 +85,68 @@ class MemoryInFlightLimit(InFlightLimit):
         self.measure_again()
 
     def measure_again(self) -> None:
-        """Measure in the next batch, and choose after it."""
-        self._kept: dict[int, int] = {}
+        """Measure in the next batch, and choose the limit after it."""
+        self._saved_bytes: dict[int, int] = {}
         self._held = 0
         self._chosen = False
 
     def begin_batch(self, held: int = 0) -> None:
-        """Choose the limit once, after it was measured; collective over the job then."""
+        """Choose the limit once, after the measurement; collective over the job then."""
         self._held = held
-        if self._kept and held:
+        if self._saved_bytes and held:
             self._validate(held)
-        if not self._kept:
+        if not self._saved_bytes:
             self._measured_at = self._rule.steps()
         elif not self._chosen and self._rule.steps() > self._measured_at:
             self._choose()
 
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
-        """Measure what the stage keeps of its first micro-batch."""
-        return nullcontext() if stage in self._kept else self._measure(stage, received)
+        """Return the context of a stage's forward pass, of which the first is measured."""
+        return nullcontext() if stage in self._saved_bytes else self._measure(stage, received)
 
     @contextmanager
     def _measure(self, stage: int, received: Any) -> Iterator[None]:
-        with activation_bytes(self._rule.device, received) as kept:
+        with activation_bytes(self._rule.device, received) as saved_bytes:
             yield
-            self._kept[stage] = kept()
-        self.kept = sum(self._kept.values())
+            self._saved_bytes[stage] = saved_bytes()
+        self.saved_bytes = sum(self._saved_bytes.values())
         self._validate(self._held - 1)
 
     def _validate(self, more: int) -> None:
-        """Check that so many more micro-batches fit into memory."""
-        if more * self.kept > (free := self._rule.free()):
+        """Check that ``more`` micro-batches fit into the free memory."""
+        if more * self.saved_bytes > (free := self._rule.free()):
             raise MisconfigurationException(
                 f"The loss is differentiated once a batch, so rank {this_rank().rank} has to hold "
-                f"{more} micro-batches more, which takes {more * self.kept / 1e9:,.2f} GB, but "
-                f"{free / 1e9:,.2f} GB are free. With recompute='sqrt' it holds less of each; more "
-                "stages, or a smaller batch with accumulate_grad_batches, need less as well; with "
-                "loss='parts' it holds few micro-batches, and the loss is taken as a mean over "
-                "samples." + see("memory")
+                f"{more} micro-batches more, which takes {more * self.saved_bytes / 1e9:,.2f} GB, "
+                f"but {free / 1e9:,.2f} GB are free. With recompute='sqrt' it holds less of each; "
+                "more stages, or a smaller batch with accumulate_grad_batches, need less as well; "
+                "with loss='parts' it holds few micro-batches, and the loss is taken as a mean "
+                "over samples." + see("memory")
             )
 
     def _choose(self) -> None:
         free = self._rule.free()
-        fitting = min(free // max(1, self.kept), self.largest)
-        capacities = self._gather(Capacity(max(fitting, self._least), self.kept, free))
+        fitting = min(free // max(1, self.saved_bytes), self.largest)
+        capacities = self._gather(Capacity(max(fitting, self._least), self.saved_bytes, free))
         tightest = min(capacities)
         self.value, self._chosen = tightest.micro_batches, True
         note(
             f"At most {self.value} micro-batches in flight: rank {capacities.index(tightest)} uses "
-            f"{tightest.kept / 1e6:,.1f} MB per micro-batch; {tightest.free / 1e9:,.1f} GB free."
+            f"{tightest.saved_bytes / 1e6:,.1f} MB per micro-batch; {tightest.free / 1e9:,.1f} GB "
+            "free."
         )
 
 
 @dataclass(frozen=True)
 class InFlightRule:
-    """How the in-flight limit follows from the strategy's arguments and from memory.
+    """The strategy's arguments on which the in-flight limit depends, and sources of measurements.
 
     Attributes:
-        given: the limit that the user gave; None for what memory allows.
+        given: the limit that the user has set; None to choose it by memory.
         schedule: name of the training schedule.
         device: device of this rank.
-        free: returns the bytes that this rank may still take.
-        steps: returns how often the optimizer has stepped.
+        free: returns the bytes that this rank may still allocate.
+        steps: returns the number of optimizer steps.
     """
 
     given: int | None
@@ -154,7 +156,7 @@ class InFlightRule:
     steps: Callable[[], int]
 
     def limit(self, stages: int, groups: ProcessGroups) -> InFlightLimit:
-        """The limit of a pipeline of so many stages."""
+        """Create the limit of a pipeline of ``stages``."""
         if self.given is not None or stages == 1 or self.schedule != "message-driven":
             return InFlightLimit(self.given or stages)
         return MemoryInFlightLimit(stages, self, partial(all_gather, group=groups.world))

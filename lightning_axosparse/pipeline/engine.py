@@ -1,15 +1,15 @@
-"""Runs batches through the stages of this process, whichever message arrives first.
+"""Runs batches through the stages of this process, in the order in which messages arrive.
 
 Collectives inside layers match only if all ranks that share these layers are in the same pass. So
-the first of them chooses by the messages that it has, and tells the others, in one byte; these
-start what they were told once they have the message for it. RRFP (arXiv 2605.18750) coordinates
-tensor groups in a message-driven pipeline for the same reason.
+the first of these ranks chooses a pass by the messages that it has received, and broadcasts the
+choice, in one byte; the others start this pass once they have the message for it. RRFP (arXiv
+2605.18750) coordinates tensor groups in a message-driven pipeline for the same reason.
 
 It cannot deadlock. The first rank starts only passes whose message it has. That message was sent by
-the first rank of the adjacent stage, in a pass that the others of that stage have been told of, and
-in which they send theirs. So, by induction over the passes in the order in which first ranks start
-them, every rank gets the message for each pass that it is told of. Within a pass all ranks of the
-group meet in the same collectives, in the same order.
+the first rank of the adjacent stage, in a pass that was broadcast to the others of that stage, in
+which they send theirs. So, by induction over the passes in the order in which first ranks start
+them, every rank gets the message for each pass that is broadcast to it. Within a pass, all ranks of
+the group call the same collectives, in the same order.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SharedOrder:
     Args:
         leader: the first of these ranks.
         leads: whether that is this rank.
-        broadcast: broadcasts a tensor from the first rank, without waiting for the others.
+        broadcast: starts the broadcast of a tensor from the first rank.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class SharedOrder:
         self._leader, self._leads, self._broadcast = leader, leads, broadcast
         self._kind = torch.zeros(1, dtype=torch.uint8)
         self._under_way: dist.Work | None = None
-        self._told: PassKind | None = None
+        self._next: PassKind | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> SharedOrder:
-        """Create that of the ranks of a group."""
+        """Create the order of the ranks of a group."""
         leader = dist.get_global_rank(group, 0)
         broadcast = partial(dist.broadcast, group_src=0, group=group, async_op=True)
         return cls(leader, dist.get_rank(group) == 0, broadcast)
 
     @property
     def awaited(self) -> str:
-        """The pass that this rank has not been told of yet, in words."""
-        if self._leads or self._told:
+        """The broadcast that this rank awaits, in words; empty if none."""
+        if self._leads or self._next:
             return ""
         return f"the next pass from rank {self._leader}, which shares its layers"
 
@@ -100,14 +100,14 @@ class SharedOrder:
             if op is not None:
                 self._broadcast(torch.tensor([_KINDS.index(op.kind)], dtype=torch.uint8))
             return op
-        self._told = kind = self._told or self._ask()
+        self._next = kind = self._next or self._receive()
         if kind is None or not schedule.arrived(activations, gradients)[kind]:
             return None
-        self._told = None
+        self._next = None
         return schedule.start(kind)
 
-    def _ask(self) -> PassKind | None:
-        """The next pass that the first rank starts, if it has told."""
+    def _receive(self) -> PassKind | None:
+        """Return the next pass of the first rank, if its broadcast has arrived."""
         self._under_way = self._under_way or self._broadcast(self._kind)
         if self._under_way is None or not self._under_way.is_completed():
             return None
@@ -116,7 +116,7 @@ class SharedOrder:
 
 
 class StageRun:
-    """The state of one stage in one batch; with an ``order`` other ranks share its layers."""
+    """The run of a batch through one stage; ``order`` is given if other ranks share its layers."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class StageRun:
         self.stage, self.schedule, self.passes = stage, schedule, passes
         self._order = order
         self.peak_in_flight = 0
-        """Most micro-batches that the stage has held."""
+        """Largest number of micro-batches that the stage has held."""
         self._first, self._last = stage == 0, stage == stages - 1
         self._link = link
         self._held: dict[int, tuple[Message | None, Sequence[Tensor]]] = {}
@@ -138,7 +138,7 @@ class StageRun:
         link.begin(schedule.microbatches, 0 if forward_only else schedule.microbatches)
 
     def start_next(self) -> Op | None:
-        """Take in what has arrived and start what the schedule chooses, if anything."""
+        """Receive the messages that have arrived, and start the pass that the schedule chooses."""
         link, schedule = self._link, self.schedule
         link.poll()
         activations = gradients = schedule.microbatches
@@ -151,13 +151,13 @@ class StageRun:
         return self._order.start_next(schedule, activations, gradients)
 
     def receive_activation(self) -> Message | None:
-        """The next activation of the previous stage; None on the first stage."""
+        """Return the next activation of the previous stage; None on the first stage."""
         return None if self._first else self._link.activations.popleft()
 
     def send_activation(
         self, microbatch: int, received: Message | None, activation: Activation
     ) -> None:
-        """Send the output of a forward pass on, and keep what its backward pass needs."""
+        """Send the activation of a forward pass, and hold the tensors for its backward pass."""
         sent = sent_tensors(activation) if self._last else self._sent(activation)
         if self.schedule.held:
             self._held[microbatch] = received, sent
@@ -175,7 +175,7 @@ class StageRun:
             ) from error
 
     def backward(self, microbatch: int) -> None:
-        """Run a backward pass and send the gradients of what was received back."""
+        """Run a backward pass, and send the gradients of the received activation back."""
         received, sent = self._held.pop(microbatch)
         gradients = None if self._last else self._link.gradients.popleft().content
         factor = cast(TrainingStageStep, self.passes).backward(microbatch, sent, gradients)
@@ -184,7 +184,7 @@ class StageRun:
             self._link.send_gradient(Gradients(leaves, factor))
 
     def awaited(self) -> str:
-        """The messages without which this stage cannot continue, in words."""
+        """Return the messages without which this stage cannot continue, in words."""
         if self._order is not None and self._order.awaited:
             return self._order.awaited
         missing, forwards, backwards = [], self.schedule.forwards, self.schedule.backwards
@@ -197,7 +197,7 @@ class StageRun:
         return " or ".join(missing)
 
     def end(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all sends have completed."""
         self._link.end()
 
 
@@ -213,7 +213,7 @@ def run(stages: Sequence[StageRun]) -> None:
                 received = stage.receive_activation()
                 output = stage.passes.forward(microbatch, received)
                 stage.send_activation(microbatch, received, output)
-                # Held no longer than the backward pass needs them.
+                # So that they are freed with the backward pass.
                 del received, output
             else:
                 stage.backward(microbatch)
@@ -233,7 +233,7 @@ def _awaited(stages: Sequence[StageRun]) -> tuple[StageRun, Op]:
 
 
 def _startable(stages: Sequence[StageRun]) -> tuple[StageRun, Op] | None:
-    """The first stage that can run a pass, and the pass; None if there is none."""
+    """Return the first stage that can run a pass, and the pass; None if there is none."""
     for stage in stages:
         op = stage.start_next()
         if op is not None:
@@ -246,12 +246,12 @@ class Pipeline:
 
     Args:
         layers: the layers of all stages.
-        links: to adjacent stages, by the stages of this process.
-        schedule: that of training.
-        limit: of micro-batches in flight.
+        links: for each stage of this process, its link to adjacent stages.
+        schedule: schedule of training.
+        limit: the in-flight limit.
         rng: seeds the random numbers of a batch.
         gather: returns the values of all ranks of the pipeline.
-        order: of passes, where other ranks share layers with this one.
+        order: the order of passes, if other ranks share layers with this one.
         outer_parameters: returns the parameters outside the layers.
     """
 
@@ -269,7 +269,7 @@ class Pipeline:
         self._shared_order = order
         self.limit, self._schedule = limit, schedule
         self.peak_in_flight: dict[int, int] = {}
-        """Most micro-batches that each stage of this process held in its last training batch."""
+        """Largest number of micro-batches that each stage held in the last training batch."""
         self._layers, self._links = layers, links
         self._rng, self._gather = rng, gather
         self._outer_parameters = outer_parameters
@@ -289,11 +289,11 @@ class Pipeline:
 
         Args:
             batch: the batch.
-            by_parts: makes the step of the last stage, which differentiates micro-batch by
-                micro-batch; None to differentiate the loss of the whole batch.
+            by_parts: makes the step of the last stage that differentiates by parts; None to
+                differentiate the loss of the whole batch.
 
         Returns:
-            The last stage's step; None on other ranks. And whether the gradients do not count, as
+            The last stage's step; None on other ranks. And whether the gradients are dropped, as
             the batch has to run again.
         """
         self.limit.begin_batch(held=len(batch.microbatches) if by_parts is None else 0)
@@ -325,7 +325,7 @@ class Pipeline:
         """Run a step forward only.
 
         Returns:
-            What it returned for the batch, on the last stage; None on other ranks.
+            The output of the step on the last stage; None on other ranks.
 
         Raises:
             RunAgain: on the last stage, if the batch has to run again.
@@ -364,10 +364,10 @@ class Pipeline:
         return steps
 
     def probe(self, batch: Batch) -> dict[int, Reads]:
-        """Run the first micro-batch of a step forward, and see what each stage reads of others.
+        """Run the first micro-batch forward, and return the values that each stage reads of others.
 
-        Collective over the pipeline. Gradients are not computed, but the graph is made, as what a
-        step does may depend on it.
+        Collective over the pipeline. Gradients are not computed, but the graph is, as the behaviour
+        of a step may depend on it.
         """
         one = batch.microbatches[0]._replace(number=0)
         batch = replace(batch, microbatches=[one], crossing=None)
@@ -381,7 +381,7 @@ class Pipeline:
         return {stage: each for others in gathered for stage, each in others.items()}
 
     def _read_by_end(self, batch: Batch, last: ProbingStep) -> Reads:
-        """See what the end of the step reads."""
+        """Return the values of the stages that the end of the step reads."""
         reads, activation = Reads(), last.activation
         if activation is None or activation.has_failed or activation.is_empty:
             return reads
@@ -390,13 +390,13 @@ class Pipeline:
             with batch.effects.read():
                 end = StepEnd(batch, self._layers, self._rng)
                 end.rehearse(batch.microbatches[0], message, reads=reads)
-        except Exception:  # The step meets it again when it runs, and tells it.
+        except Exception:  # The step raises it again when it runs.
             return reads
         reads.is_complete = True
         return reads
 
     def _front(self, batch: Batch) -> StepFront | None:
-        """What runs the code before the layers; None where another process does."""
+        """Create the run of the code before the layers; None if another process runs it."""
         if 0 not in self._links or not self.is_divided:
             return None
         return StepFront(batch, self._layers, self._rng)
@@ -404,7 +404,7 @@ class Pipeline:
     def _order(
         self, schedule: type[Schedule], batch: Batch, forwards_first: bool = False
     ) -> dict[int, Schedule]:
-        """The schedule of each stage of this process in a batch."""
+        """Create the schedule of each stage of this process for a batch."""
         shared = self._stages, len(batch.microbatches), self.limit.value, forwards_first
         return {stage: schedule(stage, *shared) for stage in self._links}
 
@@ -420,10 +420,10 @@ class Pipeline:
 
 
 class KeepingStep(StageStep):
-    """The forward passes of one stage, which keeps what it gives.
+    """The forward passes of one stage, which keeps its activations.
 
     Attributes:
-        activations: for each micro-batch.
+        activations: one for each micro-batch.
     """
 
     def __init__(self, *shared: Any) -> None:
@@ -437,7 +437,7 @@ class KeepingStep(StageStep):
 
 
 def _as_they_are(part: MicroBatch) -> None:
-    """The first layer's inputs are not replaced."""
+    """Return no replacement for the first layer's inputs."""
 
 
 def _nothing() -> None:

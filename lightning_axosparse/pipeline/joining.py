@@ -1,10 +1,15 @@
-"""Joins what layers gave for the micro-batches of a batch to what they give for the whole batch.
+"""Joins the layer outputs of micro-batches to those of the whole batch.
 
-Samples lie along one dimension of a tensor. There may be several rows a sample, such as its tokens
-or two views of it; rows of one view may follow those of another, as in ``torch.cat([a, b])``. How
-samples lie is seen where the layers compute a whole batch and its micro-batches (``learn``);
-elsewhere it follows from the shapes. What has no samples, such as a mask of positions, is alike in
-all micro-batches.
+The samples of a tensor are along one dimension, in one row each or in several, such as the tokens
+of a sample or two views of it. For a batch of samples s and t, the rows are:
+
+    Axis(dim=0)                     s, t
+    Axis(dim=0, rows=2)             s1, s2, t1, t2    as of ``x.flatten(0, 1)``
+    Axis(dim=0, rows=2, views=2)    s1, t1, s2, t2    as of ``torch.cat([view1, view2])``
+
+The layout is learned from a batch that the layers compute whole and in micro-batches (``learn``);
+otherwise it follows from the shapes. A tensor without samples, such as a mask of positions, is
+alike in all micro-batches.
 """
 
 from __future__ import annotations
@@ -25,12 +30,12 @@ from lightning_axosparse.support.troubleshooting import see
 
 
 class Axis(NamedTuple):
-    """How the samples lie in a tensor.
+    """The layout of the samples in a tensor.
 
     Attributes:
-        dim: the dimension.
-        rows: a sample.
-        views: how often all samples follow one another in it; a divisor of ``rows``.
+        dim: the dimension of the samples.
+        rows: number of rows of each sample.
+        views: number of times that the dimension runs through all samples; a divisor of ``rows``.
     """
 
     dim: int
@@ -39,48 +44,49 @@ class Axis(NamedTuple):
 
     def cat(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the rows of consecutive samples."""
-        apart = [part.unflatten(self.dim, (self.views, -1)) for part in parts]
-        return torch.cat(apart, self.dim + 1).flatten(self.dim, self.dim + 1)
+        by_view = [part.unflatten(self.dim, (self.views, -1)) for part in parts]
+        return torch.cat(by_view, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def part(self, tensor: Tensor, first: int, size: int) -> Tensor:
-        """The rows of some consecutive samples."""
-        part: Tensor = self._apart(tensor, first, size).flatten(self.dim, self.dim + 1)
+        """Return the rows of ``size`` samples from ``first`` on."""
+        part: Tensor = self._by_view(tensor, first, size).flatten(self.dim, self.dim + 1)
         return part
 
     def add_part(self, total: Tensor, part: Tensor, first: int, size: int) -> None:
-        """Add to the rows of some consecutive samples."""
-        self._apart(total, first, size).add_(part.unflatten(self.dim, (self.views, -1)))
+        """Add to the rows of ``size`` samples from ``first`` on."""
+        self._by_view(total, first, size).add_(part.unflatten(self.dim, (self.views, -1)))
 
-    def _apart(self, tensor: Tensor, first: int, size: int) -> Tensor:
+    def _by_view(self, tensor: Tensor, first: int, size: int) -> Tensor:
+        """Return the rows of these samples, with the views as a dimension of their own."""
         rows = self.rows // self.views
-        apart = tensor.unflatten(self.dim, (self.views, -1))
-        return apart.narrow(self.dim + 1, first * rows, size * rows)  # type: ignore[no-any-return]
+        views = tensor.unflatten(self.dim, (self.views, -1))
+        return views.narrow(self.dim + 1, first * rows, size * rows)  # type: ignore[no-any-return]
 
     def split(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Part the rows of some numbers of samples again."""
+        """Split the rows into those of micro-batches of these sizes."""
         begins = accumulate(sizes, initial=0)
         return [self.part(tensor, first, size) for first, size in zip(begins, sizes, strict=False)]
 
 
 Layout = Axis | Literal["alike", "mean", "sum"]
-"""How a tensor for the whole batch follows from those for micro-batches: one after the other, or,
-where it has no samples, the same, their mean weighted by samples, or their sum.
+"""How the tensor of the whole batch follows from those of micro-batches: by joining the rows, or,
+if it has no samples, as the same tensor, their mean weighted by samples, or their sum.
 """
 
 
 @dataclass
 class Layouts:
-    """How the tensors lie that cross the edges of stages, by where the step makes them."""
+    """The layouts of the tensors that a stage sends, by the place where the step computes them."""
 
     known: dict[Hashable, Layout] = field(default_factory=dict)
 
     def of(self, key: Hashable, parts: Sequence[Any], sizes: Sequence[int]) -> Layout | None:
-        """How tensors of micro-batches join; None if that cannot be known.
+        """Return the layout of a tensor; None if it is unknown.
 
         Args:
-            key: where the step makes them.
-            parts: the tensors, or descriptions of them.
-            sizes: samples of each micro-batch.
+            key: the place where the step computes it.
+            parts: the tensors of the micro-batches, or descriptions of them.
+            sizes: number of samples in each micro-batch.
         """
         known = self.known.get(key)
         if isinstance(known, Axis):
@@ -93,7 +99,10 @@ class Layouts:
 
 
 def _by_shape(parts: Sequence[Any], sizes: Sequence[int]) -> Layout | None:
-    """How tensors join, by their shapes: along the first dimension that grows with the samples."""
+    """Return the layout by the shapes: samples are along the first dimension that grows with them.
+
+    Shapes (2, 5, 8) and (3, 5, 8) of 2 and 3 samples give ``Axis(0)``.
+    """
     first = parts[0].shape
     if len({len(part.shape) for part in parts}) > 1:
         return None
@@ -106,21 +115,24 @@ def _by_shape(parts: Sequence[Any], sizes: Sequence[int]) -> Layout | None:
     return "alike" if len({part.shape for part in parts}) == 1 else None
 
 
-def found_layout(
+def best_layout(
     whole: Tensor,
     parts: Sequence[Tensor],
     sizes: Sequence[int],
     differ: Differ,
     may_reduce: bool = False,
 ) -> tuple[Layout | None, float]:
-    """How tensors of micro-batches make up that of the whole batch, and how much is missing.
+    """Return the layout with which micro-batches' tensors are closest to that of the whole batch.
 
     Args:
-        whole: that of the whole batch.
+        whole: the tensor of the whole batch.
         parts: those of its micro-batches.
-        sizes: samples of each.
-        differ: measures how much two tensors of one shape differ, relative to their size.
-        may_reduce: whether they may be means or sums over samples.
+        sizes: number of samples in each micro-batch.
+        differ: returns the relative difference of two tensors of one shape.
+        may_reduce: whether the tensors may be means or sums over samples.
+
+    Returns:
+        The layout, and the relative difference that remains; None and infinity if none fits.
     """
     tried: list[tuple[float, int, Layout | None]] = []
     candidates: list[Layout]
@@ -129,10 +141,10 @@ def found_layout(
         if may_reduce and whole.is_floating_point():
             candidates += ["mean", "sum"]
     else:
-        found = [
+        possible = [
             axes(whole.shape, p.shape, sum(sizes), n) for p, n in zip(parts, sizes, strict=True)
         ]
-        candidates = [axis for axis in found[0] if all(axis in other for other in found)]
+        candidates = [axis for axis in possible[0] if all(axis in other for other in possible)]
     for place, layout in enumerate(candidates):
         joined = joined_by(layout, parts, sizes)
         worst = max(differ(part, whole) for part in parts) if layout == "alike" else 0.0
@@ -145,25 +157,27 @@ Differ = Callable[[Tensor, Tensor], float]
 
 
 def axes(whole: torch.Size, part: torch.Size, samples: int, size: int) -> list[Axis]:
-    """How samples may lie in a tensor, by the shapes for all of them and for some.
+    """Return the layouts that the shapes of a tensor in a batch and in a micro-batch allow.
+
+    Shapes (8, 3) and (4, 3) of 4 and 2 samples allow ``Axis(0, 2, 1)`` and ``Axis(0, 2, 2)``.
 
     Args:
         whole: the shape for the whole batch.
         part: the shape for a micro-batch.
-        samples: of the batch.
-        size: samples of the micro-batch, which are not all.
+        samples: number of samples in the batch.
+        size: number of samples in the micro-batch, less than in the batch.
     """
-    unlike = [dim for dim, length in enumerate(whole) if part[dim : dim + 1] != (length,)]
-    if len(whole) != len(part) or len(unlike) != 1:
+    unequal = [dim for dim, length in enumerate(whole) if part[dim : dim + 1] != (length,)]
+    if len(whole) != len(part) or len(unequal) != 1:
         return []
-    rows, rest = divmod(whole[unlike[0]], samples)
-    if rest or part[unlike[0]] != rows * size:
+    rows, rest = divmod(whole[unequal[0]], samples)
+    if rest or part[unequal[0]] != rows * size:
         return []
-    return [Axis(unlike[0], rows, views) for views in range(1, rows + 1) if rows % views == 0]
+    return [Axis(unequal[0], rows, views) for views in range(1, rows + 1) if rows % views == 0]
 
 
 def joined_by(layout: Layout, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The tensor of the whole batch."""
+    """Join the tensors of micro-batches to that of the whole batch."""
     if isinstance(layout, Axis):
         return layout.cat(parts)
     if layout == "alike":
@@ -173,8 +187,8 @@ def joined_by(layout: Layout, parts: Sequence[Tensor], sizes: Sequence[int]) -> 
 
 
 def _shares(layout: Layout, sizes: Sequence[int]) -> list[float]:
-    """The weight of each micro-batch's tensor in that of the batch, where it has no samples."""
-    if layout == "alike":  # They are one value, which each micro-batch has computed.
+    """Return the weight of each micro-batch's tensor in that of the batch, if it has no samples."""
+    if layout == "alike":  # Only the first one is used.
         return [float(n == 0) for n in range(len(sizes))]
     return [1.0 if layout == "sum" else size / sum(sizes) for size in sizes]
 
@@ -182,7 +196,7 @@ def _shares(layout: Layout, sizes: Sequence[int]) -> list[float]:
 def gradients_of(
     layout: Layout, gradient: Tensor | None, sizes: Sequence[int]
 ) -> Sequence[Tensor | None]:
-    """The gradients of micro-batches' tensors by that of the batch's."""
+    """Return the gradients of micro-batches' tensors, given that of the batch's tensor."""
     if gradient is None:
         return [None] * len(sizes)
     if isinstance(layout, Axis):
@@ -192,12 +206,12 @@ def gradients_of(
 
 
 class Joined(NamedTuple):
-    """What layers give for a batch.
+    """The layer outputs of a whole batch.
 
     Attributes:
-        activation: what would have arrived for the batch as a whole.
-        tensors: its tensors, leaves of a new graph.
-        layouts: how each of them follows from those of micro-batches.
+        activation: the activation of the whole batch, as a stage would receive it.
+        tensors: the tensors in it, leaves of a new graph.
+        layouts: the layout of each tensor.
     """
 
     activation: Activation
@@ -207,16 +221,16 @@ class Joined(NamedTuple):
     def split(
         self, gradients: Sequence[Tensor | None], sizes: Sequence[int]
     ) -> list[Sequence[Tensor | None]]:
-        """For each tensor, the gradients of those of micro-batches by its own."""
+        """Split the gradient of each tensor into those of the micro-batches' tensors."""
         return [
             gradients_of(layout, gradient, sizes)
             for layout, gradient in zip(self.layouts, gradients, strict=True)
         ]
 
     def gradients(self, sizes: Sequence[int]) -> list[list[Tensor | None]]:
-        """For each micro-batch, the gradients of the tensors in its activation."""
-        parted = self.split([tensor.grad for tensor in self.tensors], sizes)
-        return [[parts[number] for parts in parted] for number in range(len(sizes))]
+        """Return, for each micro-batch, the gradients of the tensors in its activation."""
+        by_tensor = self.split([tensor.grad for tensor in self.tensors], sizes)
+        return [[parts[number] for parts in by_tensor] for number in range(len(sizes))]
 
 
 def join(
@@ -228,44 +242,44 @@ def join(
     """Join the activations of the micro-batches of a batch.
 
     Args:
-        activations: those of all micro-batches, in order.
-        sizes: samples of each.
-        layouts: how their tensors lie.
+        activations: the activations of all micro-batches, in order.
+        sizes: number of samples in each micro-batch.
+        layouts: the known layouts of their tensors.
         name_of: returns the name of a layer by its index.
 
     Raises:
-        MisconfigurationException: naming the layer whose values cannot be joined.
+        MisconfigurationException: if the outputs of a layer cannot be joined; it names the layer.
     """
     keyed = [keyed_values(activation) for activation in activations]
     keys = [key for key, _ in keyed[0]]
     for number, other in enumerate(keyed):
         others = [key for key, _ in other]
         if others != keys:
-            unlike = next(one or two for one, two in zip_longest(others, keys) if one != two)
-            raise cannot_join(name_of(layer_of(unlike)), f"other values for micro-batch {number}")
-    tensors, found = list[Tensor](), list[Layout]()
-    made: list[Any] = []
+            unequal = next(one or two for one, two in zip_longest(others, keys) if one != two)
+            raise cannot_join(name_of(layer_of(unequal)), f"other values for micro-batch {number}")
+    tensors, used = list[Tensor](), list[Layout]()
+    values: list[Any] = []
     for key, parts in zip(
         keys, zip(*([v for _, v in own] for own in keyed), strict=True), strict=True
     ):
         layout = layouts.of(key, parts, sizes)
         if layout is None:
             shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-            what = f"tensors of shapes {shapes} for micro-batches of {', '.join(map(str, sizes))}"
-            raise cannot_join(name_of(layer_of(key)), what + " samples")
+            text = f"tensors of shapes {shapes} for micro-batches of {', '.join(map(str, sizes))}"
+            raise cannot_join(name_of(layer_of(key)), text + " samples")
         if isinstance(parts[0], Unsent):
-            made.append(_described(parts, layout))
+            values.append(_joined_description(parts, layout))
             continue
         joined = joined_by(layout, [part.detach() for part in parts], sizes).detach()
         requires_grad = any(part.requires_grad for part in parts)
         tensors.append(joined.requires_grad_(requires_grad))
-        found.append(layout)
-        made.append(tensors[-1])
-    return Joined(_with_values(activations[0], iter(made)), tensors, found)
+        used.append(layout)
+        values.append(tensors[-1])
+    return Joined(_with_values(activations[0], iter(values)), tensors, used)
 
 
 def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
-    """An activation with other tensors and descriptions, in their order."""
+    """Replace the tensors and descriptions in an activation, in their order."""
 
     def replaced(tree: Any) -> Any:
         return object_map((Tensor, Unsent), lambda value: next(values), tree)
@@ -280,8 +294,8 @@ def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
     )
 
 
-def _described(parts: Sequence[Unsent], layout: Layout) -> Unsent:
-    """What a tensor of the whole batch looks like."""
+def _joined_description(parts: Sequence[Unsent], layout: Layout) -> Unsent:
+    """Return the description of a tensor of the whole batch."""
     first = parts[0]
     if not isinstance(layout, Axis):
         return first
@@ -293,10 +307,10 @@ def _described(parts: Sequence[Unsent], layout: Layout) -> Unsent:
 def learn(
     whole: Activation, parts: Sequence[Activation], sizes: Sequence[int], differ: Differ
 ) -> tuple[Mapping[Hashable, Layout], list[tuple[Hashable, float]]]:
-    """See how the activations of micro-batches make up that of the whole batch.
+    """Learn the layouts with which the activations of micro-batches join to that of the batch.
 
     Returns:
-        The layouts, and where and by how much what is joined differs from the whole.
+        The layout, and the relative difference after joining, of the tensor of each place.
     """
     keyed = [keyed_values(activation) for activation in parts]
     numbers = [_numbers(activation.output) for activation in (whole, *parts)]
@@ -312,11 +326,11 @@ def learn(
         values = [part for _, part in own]
         if isinstance(value, Unsent):
             shapes = [torch.empty(each.shape, device="meta") for each in (value, *values)]
-            layout, difference = found_layout(shapes[0], shapes[1:], sizes, lambda a, b: 0.0)
+            layout, difference = best_layout(shapes[0], shapes[1:], sizes, lambda a, b: 0.0)
         else:
             detached = [part.detach() for part in values]
             may_reduce = not (isinstance(key, tuple) and key[0] == "output")
-            layout, difference = found_layout(value.detach(), detached, sizes, differ, may_reduce)
+            layout, difference = best_layout(value.detach(), detached, sizes, differ, may_reduce)
         if layout is not None:
             known[key] = layout
         differences.append((key, difference))
@@ -324,7 +338,7 @@ def learn(
 
 
 def _numbers(tree: Any) -> list[Any]:
-    """The plain values in nested containers, which must not depend on the number of samples."""
+    """Return the plain values in nested containers, which must not depend on the samples."""
     if isinstance(tree, (list, tuple)):
         return [number for child in tree for number in _numbers(child)]
     if isinstance(tree, dict):
@@ -333,26 +347,26 @@ def _numbers(tree: Any) -> list[Any]:
 
 
 def sent_tensors(activation: Activation) -> list[Tensor]:
-    """The tensors in an activation, in the order in which they are joined."""
+    """Return the tensors in an activation, in the order in which they are joined."""
     return [value for _, value in keyed_values(activation) if isinstance(value, Tensor)]
 
 
 def keyed_values(activation: Activation) -> list[tuple[Hashable, Any]]:
-    """The tensors and descriptions in an activation, in order, with where the step makes them."""
-    found: list[tuple[Hashable, Any]] = [
+    """Return the tensors and descriptions in an activation, with the places that compute them."""
+    keyed: list[tuple[Hashable, Any]] = [
         (("output", leaf), value) for leaf, value in enumerate(values_in(activation.output))
     ]
-    found += activation.values
+    keyed += activation.values
     for layer, form in activation.forms:
-        found += [(("form", layer, leaf), value) for leaf, value in enumerate(values_in(form))]
+        keyed += [(("form", layer, leaf), value) for leaf, value in enumerate(values_in(form))]
     for number, side in enumerate(activation.side_outputs):
         for leaf, value in enumerate(values_in(side.value)):
-            found.append(((side.place._replace(leaf=leaf), number), value))
-    return found
+            keyed.append(((side.place._replace(leaf=leaf), number), value))
+    return keyed
 
 
 def layer_of(key: Any) -> int:
-    """The layer behind which the step makes a value; -1 for the last one."""
+    """Return the layer behind which the step computes a value; -1 for the last one."""
     if key[0] == "output":
         return -1
     if key[0] == "form":
@@ -361,11 +375,11 @@ def layer_of(key: Any) -> int:
     return int(place.layer)
 
 
-def cannot_join(layer: str, what: str) -> MisconfigurationException:
-    """The error of a layer whose outputs for micro-batches do not make up those for the batch."""
+def cannot_join(layer: str, outputs: str) -> MisconfigurationException:
+    """Return the error of a layer whose outputs for micro-batches cannot be joined."""
     return MisconfigurationException(
-        f"Layer {layer!r} gives {what}, and it is not known how these make up what it gives for the"
-        " whole batch, on which the end of the step runs. Let it return tensors with a dimension of"
-        " samples, or what does not depend on the samples; give split_batch= a function whose "
-        "micro-batches it treats alike; or use microbatches=1." + see("steps")
+        f"Layer {layer!r} gives {outputs}, and it is not known how these make up what it gives for "
+        "the whole batch, on which the end of the step runs. Let it return tensors with a "
+        "dimension of samples, or what does not depend on the samples; give split_batch= a "
+        "function whose micro-batches it treats alike; or use microbatches=1." + see("steps")
     )

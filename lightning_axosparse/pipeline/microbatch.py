@@ -1,8 +1,8 @@
-"""Splits a batch into micro-batches and counts samples; what norms need of them; fingerprints.
+"""Micro-batches: splitting a batch, counting samples, fingerprints, errors of layers about sizes.
 
-Every stage loads the batch itself. Where samples are picked or transformed at random, differently
-on each rank, the layers of one stage would be trained with the labels of another. So each
-activation message carries the fingerprint, and the stage that receives it compares.
+Every stage loads the batch itself. If samples are selected or transformed at random, differently on
+each rank, the layers of one stage would be trained with the labels of another. So each activation
+message carries the fingerprint of the batch, and the receiving stage compares it with its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_axosparse.pipeline.batch_layout import (
     arrays,
     inferred,
     nested_lists,
-    spelled,
+    path_text,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -38,9 +38,9 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         batch: the part, of the type of the batch.
-        size: number of its samples.
-        begin: the place of the first of them in the batch.
-        number: its index in the batch.
+        size: number of samples.
+        begin: index of the first of these samples in the batch.
+        number: index of the micro-batch.
     """
 
     batch: Any
@@ -54,12 +54,12 @@ def split(batch: Any, microbatches: int, layout: BatchLayout | None = None) -> l
 
     Args:
         batch: any nesting of tensors and numpy arrays in dicts, lists, tuples, named tuples and
-            dataclasses, whose types the parts keep.
-        microbatches: number of parts wanted; a batch of fewer samples gives one for each sample.
-        layout: what is split along which dimension; None to infer it from the batch.
+            dataclasses, whose types the parts have, too.
+        microbatches: number of parts wanted; a batch of fewer samples is split into single ones.
+        layout: the leaves to split, with their dimensions; None to infer it from the batch.
 
     Raises:
-        ValueError: if leaves that are cut differ in length, or it is not clear what to cut.
+        ValueError: if the leaves to split differ in length, or cannot be inferred.
     """
     layout = layout or inferred(batch)
     count = one_size(layout.sizes(batch))
@@ -74,13 +74,13 @@ def split(batch: Any, microbatches: int, layout: BatchLayout | None = None) -> l
 
 
 def one_size(sizes: Mapping[Path, int]) -> int:
-    """The number of samples that all leaves which are cut have; 1 if none is cut.
+    """Return the number of samples that all leaves have; 1 if there are no leaves.
 
     Raises:
-        ValueError: if they differ.
+        ValueError: if the numbers differ.
     """
     if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{spelled(path)}: {size}" for path, size in sizes.items())
+        listed = ", ".join(f"{path_text(path)}: {size}" for path, size in sizes.items())
         raise ValueError(
             f"Parts of the batch have different numbers of samples ({listed}), so it is not clear "
             f"where micro-batches begin. {ASK}" + see("batches")
@@ -89,27 +89,27 @@ def one_size(sizes: Mapping[Path, int]) -> int:
 
 
 def even_parts(samples: int, wanted: int, fewest_samples: int = 1) -> int:
-    """The number of equal parts of a batch that is closest, by ratio, to the one wanted.
+    """Return the number of equal parts of a batch that is closest, by ratio, to the one wanted.
 
-    The mean over equal parts is the mean over the batch, also where a user's code takes it.
+    With equal parts, the mean of their means is the mean over the batch, also in the user's code.
 
     Args:
-        samples: samples in the batch.
-        wanted: parts wanted.
-        fewest_samples: of a part, unless the batch has fewer.
+        samples: number of samples in the batch.
+        wanted: number of parts wanted.
+        fewest_samples: smallest number of samples in a part, unless the batch has fewer.
     """
     even = [parts for parts in divisors(samples) if samples // parts >= fewest_samples] or [1]
     return min(even, key=lambda parts: abs(log(parts / wanted)))
 
 
 def counted(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:
-    """Count the samples in the micro-batches of a user's own function.
+    """Count the samples in the micro-batches that a user's function has made.
 
     Args:
         batches: the parts.
-        whole: the batch that they are parts of; samples are counted along the first dimension, or
-            in the first list, in which the sizes of the parts add up to it. Otherwise the first
-            dimension of the first array counts.
+        whole: the whole batch. Samples are counted in its first list, or along its first dimension
+            of an array, whose length is the sum of the lengths in the parts; if there is none,
+            along the first dimension of each part's first array.
     """
     sizes = _added_up(batches, whole) or [samples(batch) for batch in batches]
     begins = accumulate(sizes, initial=0)
@@ -120,7 +120,7 @@ def counted(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:
 
 
 def _added_up(batches: Sequence[Any], whole: Any) -> list[int] | None:
-    """The sizes of the parts along the first dimension of the batch in which they add up to it."""
+    """Return the sizes of the parts in the first list or dimension in which they add up."""
     if len(batches) < 2:
         return None
     measured = [_lengths(batch) for batch in batches]
@@ -132,21 +132,20 @@ def _added_up(batches: Sequence[Any], whole: Any) -> list[int] | None:
 
 
 def _lengths(batch: Any) -> dict[tuple[Path, int], int]:
-    """The length of every list, and then of every dimension of an array."""
-    found: dict[tuple[Path, int], int] = {}
+    """Return the length of every list, and then of every dimension of an array."""
+    lengths = {(path, 0): len(node) for path, node in nested_lists(batch)}
     for path, leaf in arrays(batch):
-        found.update({(path, dim): size for dim, size in enumerate(leaf.shape)})
-    lists = {(path, 0): len(node) for path, node in nested_lists(batch)}
-    return {**lists, **found}
+        lengths.update({(path, dim): size for dim, size in enumerate(leaf.shape)})
+    return lengths
 
 
 def samples(batch: Any) -> int:
-    """Count the samples of a batch: the first dimension of its first array that has one."""
+    """Return the length of the first dimension of a batch's first array that has dimensions."""
     return next((leaf.shape[0] for _, leaf in arrays(batch)), 1)
 
 
 _SAMPLED = 4096
-"""Evenly spread elements of a tensor that a fingerprint depends on."""
+"""Number of evenly spread elements of a tensor on which a fingerprint depends."""
 
 
 class BatchFingerprint(NamedTuple):
@@ -164,12 +163,12 @@ class BatchFingerprint(NamedTuple):
         """Check that the previous stage computes the same batch.
 
         Raises:
-            MisconfigurationException: if it does not.
+            MisconfigurationException: if the fingerprints differ.
         """
         self.compare({stage - 1: received, stage: self.fingerprint}, "stage")
 
     def compare(self, fingerprints: dict[int, int], who: str) -> None:
-        """Check that all fingerprints are the same.
+        """Check that all fingerprints are equal; ``who`` is the word for the owner of each.
 
         Raises:
             MisconfigurationException: if they are not.
@@ -188,10 +187,10 @@ class BatchFingerprint(NamedTuple):
 
 
 def fingerprint(batch: object) -> int:
-    """CRC-32 of values, types and shapes in a batch, in order; 0 if there are none.
+    """Return the CRC-32 of values, types and shapes in a batch, in order; 0 if it has no values.
 
-    Of large tensors and arrays some thousand evenly spread elements count, which takes tens of
-    microseconds a tensor.
+    Of large tensors and arrays it includes some thousand evenly spread elements, which takes tens
+    of microseconds a tensor.
     """
     crc = 0
 
@@ -221,9 +220,9 @@ Norm = nn.modules.batchnorm._BatchNorm
 
 
 def fewest_samples(module: nn.Module) -> int:
-    """The fewest samples of which every norm in a module can make statistics.
+    """Return the smallest number of samples from which every norm of a module gets statistics.
 
-    It does not depend on which norms train just now, so that all ranks have the same number.
+    It does not depend on which norms are in training mode, so that all ranks have the same number.
     """
     return 2 if any(isinstance(part, Norm) for part in module.modules()) else 1
 
@@ -231,9 +230,9 @@ def fewest_samples(module: nn.Module) -> int:
 def explain_statistics(
     error: Exception, part: MicroBatch, microbatches: Sequence[MicroBatch]
 ) -> None:
-    """Raise in terms of micro-batches what torch says of statistics of one value.
+    """Replace torch's error about the statistics of one value by one about micro-batches.
 
-    A compiled layer has errors of another type, which quote that of torch.
+    A compiled layer raises errors of another type, which quote torch's.
     """
     count = sum(each.size for each in microbatches)
     if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
@@ -248,7 +247,7 @@ def explain_statistics(
 
 
 def explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
-    """Raise in terms of micro-batches what a layer says that wants certain numbers of samples."""
+    """Replace the error of a layer that needs certain numbers of samples."""
     if len(set(sizes)) == 1 or is_oom_error(error):
         return
     raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""Measures passes: bytes that a forward pass keeps or takes, and seconds of layers and stages."""
+"""Measures the memory of forward passes in bytes, and the time of layers and stages in seconds."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ from lightning_axosparse.support.troubleshooting import see
 
 @contextmanager
 def activation_bytes(device: torch.device, received: Any) -> Iterator[Callable[[], int]]:
-    """Measure a forward pass; call what is yielded after it for the bytes that it keeps.
+    """Measure the bytes that a forward pass in the context saves for backward.
 
-    What the pass received counts, as it is kept as long; parameters, buffers and their views do
-    not. Results do not change. On CPU, what the kernels of a compiled layer keep is not measured.
+    They include the tensors that the pass has received, which are saved as long, but no parameters,
+    buffers and their views. On CPU, they do not include tensors that the kernels of a compiled
+    layer save.
+
+    Yields:
+        A function that returns the bytes, to be called after the pass.
     """
     arrived = sum(storage.nbytes() for storage in _storages(received).values())
     if device.type == "cuda":
@@ -46,7 +50,7 @@ def activation_bytes(device: torch.device, received: Any) -> Iterator[Callable[[
 
 @contextmanager
 def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Measure the most bytes allocated at a time; call what is yielded after it for them."""
+    """Measure the peak of allocated bytes; call the function that is yielded after the pass."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -61,26 +65,26 @@ class _NewStorages(OperatorMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._given: dict[int, StorageWeakRef] = {}
+        self._new: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._earlier: dict[int, StorageWeakRef] = {}
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for key, storage in _storages((args, kwargs)).items():
-            if key not in self._made:
-                self._given[key] = StorageWeakRef(storage)
+            if key not in self._new:
+                self._earlier[key] = StorageWeakRef(storage)
         output = func(*args, **kwargs)
         for key, storage in _storages(output).items():
-            if key not in self._given:
-                self._made[key] = StorageWeakRef(storage), storage.nbytes()
+            if key not in self._earlier:
+                self._new[key] = StorageWeakRef(storage), storage.nbytes()
         return output
 
     def bytes_alive(self) -> int:
         """Bytes of the storages that still exist."""
-        return sum(size for storage, size in self._made.values() if not storage.expired())
+        return sum(size for storage, size in self._new.values() if not storage.expired())
 
 
 class _Peak(_NewStorages):
-    """Records the most bytes that such storages have at a time."""
+    """Records the peak of the bytes of these storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,13 +92,13 @@ class _Peak(_NewStorages):
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = super().observe(func, args, kwargs)
-        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self._made.values()))
+        self._new = {key: new for key, new in self._new.items() if not new[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._new.values()))
         return output
 
 
 def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of a pytree's tensors; a wrapper such as a sparse weight has no storage."""
+    """Return the storages of a pytree's tensors; a wrapper such as a sparse weight has none."""
     storages = (leaf.untyped_storage() for leaf in tree_leaves(tree) if _has_storage(leaf))
     return {storage_id(storage): storage for storage in storages}
 
@@ -145,10 +149,10 @@ def profile_layers(
     context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
 ) -> list[float]:
-    """Measure each layer; the fastest of a few passes counts, as other processes may slow some.
+    """Measure each layer by its fastest pass of a few, as other processes may slow some.
 
-    Weights, buffers and random generators are left as they were. No more than one layer is on
-    ``device`` at a time.
+    Weights, buffers and random generators do not change. At most one layer is on ``device`` at a
+    time.
 
     Returns:
         Seconds of a forward and backward pass of each layer.
@@ -162,8 +166,8 @@ def profile_layers(
             for name, layer in layers.items():
                 try:
                     layer.to(device)
-                    given = tree_map_only(Tensor, lambda t: t.to(device), inputs[name])
-                    times = (_pass(layer, given, context, device) for _ in range(_REPEATS))
+                    moved = tree_map_only(Tensor, lambda t: t.to(device), inputs[name])
+                    times = (_pass(layer, moved, context, device) for _ in range(_REPEATS))
                     seconds.append(min(times))
                 finally:
                     layer.to("cpu")
@@ -174,9 +178,10 @@ def profile_layers(
 
 
 def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict[str, Inputs]:
+    """Return the inputs of each layer in a forward pass."""
     inputs: dict[str, Inputs] = {}
 
-    def note(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+    def recorder(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs[name] = args, kwargs
 
@@ -184,7 +189,7 @@ def _inputs(layers: Mapping[str, nn.Module], forward: Callable[[], Any]) -> dict
 
     with ExitStack() as stack:
         for name, layer in layers.items():
-            handle = layer.register_forward_pre_hook(note(name), with_kwargs=True)
+            handle = layer.register_forward_pre_hook(recorder(name), with_kwargs=True)
             stack.callback(handle.remove)
         forward()
     missing = [name for name in layers if name not in inputs]
@@ -232,14 +237,14 @@ def _now(device: torch.device) -> float:
 
 _WARM_UP, _BATCHES = 1, 3
 _UNEQUAL = 1.3
-"""Times the mean stage's time from which on the slowest stage is named."""
+"""Ratio of the slowest stage's time to the mean above which the slowest stage is reported."""
 
 
 class StageTimes:
-    """The time for which this rank's stage computes in the first batches.
+    """The computing time of this rank's stage in the first batches.
 
     Args:
-        group: the stages of the pipeline; None: nothing is compared.
+        group: the stages of the pipeline; None to compare nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -247,22 +252,22 @@ class StageTimes:
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Measure a training batch; after the last one that is measured, compare; collective."""
-        began = _computed()
+        """Measure a training batch; after the last measured one, compare stages; collective."""
+        began = _computing_seconds()
         yield
         if self._group is not None and len(self._seconds) < _WARM_UP + _BATCHES:
-            self._seconds.append(_computed() - began)
+            self._seconds.append(_computing_seconds() - began)
             if len(self._seconds) == _WARM_UP + _BATCHES:
                 mean = sum(self._seconds[_WARM_UP:]) / _BATCHES
                 # The first rank of a pipeline has its last stage.
-                _say(all_gather(mean, self._group)[::-1])
+                _report(all_gather(mean, self._group)[::-1])
 
 
-def _computed() -> float:
+def _computing_seconds() -> float:
     return clock.totals["forward"] + clock.totals["backward"]
 
 
-def _say(seconds: Sequence[float]) -> None:
+def _report(seconds: Sequence[float]) -> None:
     slowest, mean = max(seconds), sum(seconds) / len(seconds)
     if slowest > _UNEQUAL * mean:
         rank_zero_info(

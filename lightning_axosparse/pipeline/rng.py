@@ -1,9 +1,9 @@
-"""Gives the code of a step and the layers of each micro-batch their random numbers.
+"""The random numbers of a step: those of code outside the layers, and those of layers.
 
-Code outside the layers runs on several stages, for every micro-batch and for the batch as a whole,
-and has to draw the same numbers each time: those that one process draws for the batch, of which a
-micro-batch gets the part of its samples. Every run of it begins with the generators as they were
-before the batch; after it they are as the run on the whole batch has left them. Layers draw other
+Code outside the layers runs on several stages, for every micro-batch and for the batch as a whole.
+Each run has to draw the numbers that one process draws for the batch; a micro-batch gets the rows
+of its samples. So every run begins with the states that the generators had before the batch, and
+after the batch they have the states that the run on the whole batch has left. Layers draw different
 numbers for every micro-batch and stage, so a run is reproducible for a seed and a grid.
 """
 
@@ -30,10 +30,10 @@ from lightning_axosparse.support.torch_internals import (
 
 
 class Generators:
-    """The global generators of torch, NumPy and Python, in one state; can be pickled.
+    """The present states of the global generators of torch, NumPy and Python; can be pickled.
 
     Args:
-        device: of this rank, whose generator counts besides that of the CPU.
+        device: device of this rank, whose generator is included besides the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class Generators:
         self._numpy, self._python = np.random.get_state(), random.getstate()
 
     def restore(self, device: torch.device, numpy: bool = True) -> None:
-        """Put the generators into this state; that of NumPy takes a tenth of a millisecond."""
+        """Restore these states; for NumPy this takes a tenth of a millisecond."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, device)
@@ -52,7 +52,7 @@ class Generators:
             np.random.set_state(self._numpy)
 
     def have_drawn(self, device: torch.device) -> bool:
-        """Whether torch's generators are in another state now."""
+        """Whether torch's generators have other states now."""
         if not torch.equal(self._torch, torch.get_rng_state()):
             return True
         return self._cuda is not None and not torch.equal(
@@ -62,8 +62,8 @@ class Generators:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Generators) or self._python != other._python:
             return False
-        kept = ((each._torch, each._cuda, *each._numpy) for each in (self, other))
-        return all(map(same, *kept))
+        states = ((each._torch, each._cuda, *each._numpy) for each in (self, other))
+        return all(map(same, *states))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -72,13 +72,13 @@ class PipelineRNG:
     """Seeds the global generators (torch, NumPy, Python) for the runs of a batch.
 
     Args:
-        seed: the same on every rank of a pipeline.
+        seed: the seed, which is the same on every rank of a pipeline.
         device: device of the stage, whose generator is used besides the CPU's.
-        part: a number of this replica among those whose loaders return the same batches, if there
-            are several: their steps draw different numbers, and leave the generators alone.
+        part: index of this replica among those whose loaders return the same batches, if there are
+            several: their steps draw different numbers and do not change the generators.
 
     Attributes:
-        uses_numpy: whether steps have been seen to draw by NumPy's generator.
+        uses_numpy: whether runs restore NumPy's generator, too.
     """
 
     def __init__(self, seed: int, device: torch.device, part: int | None = None) -> None:
@@ -86,13 +86,14 @@ class PipelineRNG:
         self._device, self._part = device, part
         self._batch = 0
         self._begin: Generators
-        """The states of before the batch."""
+        """The states before the batch."""
         self._after: Generators
+        """The states to restore after the batch."""
         self.uses_numpy = False
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Surround the runs of a batch; after it the generators are as before, or as kept."""
+        """Return the context of the runs of a batch; after it, restore the generators."""
         self._batch = self._seeds.getrandbits(48)
         self._begin = self._after = Generators(self._device)
         if self._part is not None:
@@ -104,18 +105,18 @@ class PipelineRNG:
             self._after.restore(self._device)
 
     def begin_run(self, is_whole: bool = False) -> None:
-        """Let a run of the step begin with the generators as they were before the batch."""
+        """Begin a run of the step: restore the states from before the batch."""
         self._begin.restore(self._device, numpy=is_whole or self.uses_numpy)
 
     def has_drawn(self) -> bool:
-        """Whether torch's generators have drawn since a run of the step began."""
+        """Whether torch's generators have drawn since the run began."""
         return self._begin.have_drawn(self._device)
 
     def keep(self) -> Generators | None:
-        """Leave the generators behind as they are now.
+        """Keep the present states for after the batch.
 
         Returns:
-            Their state, for :meth:`adopt` on other ranks; None if it is that from before the batch.
+            The states, for :meth:`adopt` on other ranks; None if they are those before the batch.
         """
         if self._part is not None:
             return None
@@ -123,11 +124,11 @@ class PipelineRNG:
         return None if self._after == self._begin else self._after
 
     def adopt(self, state: Generators) -> None:
-        """Leave the generators behind as another rank has left its own."""
+        """Keep the states of another rank for after the batch."""
         self._after = state
 
     def seed_layers(self, microbatch: int, stage: int) -> None:
-        """Seed for the layers of a stage."""
+        """Seed the generators for the layers of a stage."""
         random.seed(f"{self._batch}/{microbatch}/{stage}")
         seed = random.getrandbits(63)
         # `torch.manual_seed` takes milliseconds: it formats the stack for each kind of device that
@@ -142,7 +143,7 @@ class PipelineRNG:
 
     @contextmanager
     def after_passes(self, stage: int) -> Iterator[None]:
-        """Seed for what a stage draws after the passes of the last batch, and restore after it."""
+        """Seed for code that runs on a stage after the passes of a batch; restore the states."""
         before = Generators(self._device)
         try:
             self.seed_layers(-1, stage)
@@ -152,17 +153,19 @@ class PipelineRNG:
 
 
 class SampledNumbers(PausableOperatorMode):
-    """Gives the runs of a step on micro-batches the numbers that one on the whole batch draws.
+    """Gives the runs of a step on micro-batches the random numbers of the whole batch.
 
-    In each place of the step the first run draws for all samples of the batch, and every run gets
-    the rows of its own. What has no dimension of samples is the same in all runs.
+    At each call that draws, the first run draws for all samples of the batch, and every run gets
+    the rows of its samples: for ``torch.rand_like(x)`` of a batch of 4 and micro-batches of 2, the
+    first run draws 4 rows, of which the second one gets the last 2. Numbers without a dimension of
+    samples are the same in all runs.
 
     Args:
-        samples: of the batch.
+        samples: number of samples in the batch.
 
     Attributes:
-        problem: why a micro-batch could not get its part; None if it could.
-        dim: along which the samples lie in what was drawn last; None if that has no samples.
+        problem: why a micro-batch did not get its rows; None if it did.
+        dim: dimension of the samples in the numbers drawn last; None if they have none.
     """
 
     def __init__(self, samples: int) -> None:
@@ -172,61 +175,61 @@ class SampledNumbers(PausableOperatorMode):
         self._samples = samples
         self._whole: list[Tensor] = []
         self._used, self._first, self._end = 0, 0, samples
-        self._given: dict[torch.Generator, Tensor] = {}
-        """The states that generators of the user's had before a run."""
+        self._own_states: dict[torch.Generator, Tensor] = {}
+        """The states that the user's own generators had before the run."""
         self._inside: list[Tensor] | None = None
         """The states that the global generators have inside the layers."""
 
     @contextmanager
     def of(self, first: int, end: int, counts: bool = False) -> Iterator[None]:
-        """Give the run inside the context, which enters the mode, the numbers of some samples.
+        """Give the run inside the context, which enters the mode, the numbers of its samples.
 
         Args:
-            first: the first of them.
-            end: the one after the last.
-            counts: whether generators that the code has named stay as the run leaves them.
+            first: index of the first sample.
+            end: index after the last sample.
+            counts: whether the user's own generators stay as the run leaves them.
         """
         self._used, self._first, self._end, self._inside = 0, first, end, None
         try:
             yield
         finally:
-            for generator, state in self._given.items() if not counts else ():
+            for generator, state in self._own_states.items() if not counts else ():
                 generator.set_state(state)
-            self._given = {}
+            self._own_states = {}
 
     def pause(self) -> None:
-        """Let the layers draw from states of their own."""
+        """Set the states of the layers."""
         self._outside = _states(())
         if self._inside is not None:
             _restore(self._inside, ())
 
     def resume(self) -> None:
-        """Go on with the states that the code before the layers has left."""
+        """Set the states that the code before the layers has left."""
         self._inside = _states(())
         _restore(self._outside, ())
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator, and give a micro-batch the numbers of its samples if it draws some."""
+        """Run an operator; if it draws, replace the numbers by those of the samples."""
         if not is_random(func):
             return func(*args, **kwargs)
         if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
-            # Its values are another stage's, but the numbers after it have to be those after it.
+            # Another stage has the values; draw them here, so that later numbers are the same.
             self.observe(func, *tree_map_only(Tensor, _real, (args, dict(kwargs))))
             return func(*args, **kwargs)
-        given = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
-        for generator in given:
-            self._given.setdefault(generator, generator.get_state())
-        before = _states(given)
+        own = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
+        for generator in own:
+            self._own_states.setdefault(generator, generator.get_state())
+        before = _states(own)
         output = func(*args, **kwargs)
-        made = [tensor for tensor in tensors_in(output) if tensor.numel()]
+        outputs = [tensor for tensor in tensors_in(output) if tensor.numel()]
         # A fused function without dropout draws nothing.
-        if all(map(torch.equal, before, _states(given))):
+        if all(map(torch.equal, before, _states(own))):
             return output
         if self._end - self._first == self._samples and self._used == len(self._whole):
             self._whole.append(_numbers(func, args, output).detach().clone())
             self._used += 1
             return output
-        return self._sampled(func, args, kwargs, output, made, before, given)
+        return self._sampled(func, args, kwargs, output, outputs, before, own)
 
     def _sampled(
         self,
@@ -234,18 +237,18 @@ class SampledNumbers(PausableOperatorMode):
         args: Any,
         kwargs: Any,
         output: Any,
-        made: Sequence[Tensor],
+        outputs: Sequence[Tensor],
         before: Sequence[Tensor],
-        given: Sequence[torch.Generator],
+        own: Sequence[torch.Generator],
     ) -> Any:
-        """Give a micro-batch its part of the numbers of the batch."""
+        """Replace the numbers by the micro-batch's rows of those of the batch."""
         tensor = _numbers(func, args, output)
         mixes = "randperm" in str(func) or writes_beside(func)
-        mixes |= len(made) != 1 and func is not torch.ops.aten.native_dropout.default
+        mixes |= len(outputs) != 1 and func is not torch.ops.aten.native_dropout.default
         if self._used == len(self._whole):
             drawn = tensor.detach().clone()
             if not mixes:
-                drawn = self._drawn_whole(func, args, kwargs, tensor, before, given)
+                drawn = self._drawn_whole(func, args, kwargs, tensor, before, own)
             self._whole.append(drawn)
         whole = self._whole[self._used]
         self._used += 1
@@ -253,10 +256,10 @@ class SampledNumbers(PausableOperatorMode):
         if numbers is None or mixes:
             self.problem = f"it draws numbers ({_name(func)}) that belong to no single sample"
             return output
-        unlike = (
+        unequal = (
             d for d, (a, b) in enumerate(zip(whole.shape, tensor.shape, strict=True)) if a != b
         )
-        self.dim = next(unlike, None)
+        self.dim = next(unequal, None)
         tensor.detach().copy_(numbers)
         if func is torch.ops.aten.native_dropout.default:  # dropout on CUDA; it returns its mask
             scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
@@ -270,9 +273,9 @@ class SampledNumbers(PausableOperatorMode):
         kwargs: Any,
         tensor: Tensor,
         before: Sequence[Tensor],
-        given: Sequence[torch.Generator],
+        own: Sequence[torch.Generator],
     ) -> Tensor:
-        """Draw in a place for all samples of the batch, as the run on the whole batch would."""
+        """Draw again for all samples of the batch, as the run on the whole batch would."""
         size = self._end - self._first
         dim = next((d for d, n in enumerate(tensor.shape) if n and n % size == 0), None)
         if dim is None:
@@ -283,7 +286,7 @@ class SampledNumbers(PausableOperatorMode):
 
         def widened(value: Any) -> Any:
             if isinstance(value, Tensor) and value.shape == tensor.shape:
-                # What is not this micro-batch's is drawn with the parameters of its first row.
+                # Rows of other micro-batches are drawn with the parameters of the first row.
                 wide = value.narrow(dim, 0, 1).expand(shape).clone()
                 wide.narrow(dim, rows.start, rows.stop - rows.start).copy_(value)
                 return wide
@@ -291,14 +294,14 @@ class SampledNumbers(PausableOperatorMode):
                 return type(value)(shape)
             return value
 
-        _restore(before, given)
+        _restore(before, own)
         wide_args = [widened(value) for value in args]
         wide = func(*wide_args, **{key: widened(value) for key, value in kwargs.items()})
         return _numbers(func, wide_args, wide).detach().clone()
 
 
 class ComparedNumbers(SampledNumbers):
-    """Gives micro-batches their part of the numbers inside the layers, too.
+    """Gives micro-batches their rows of the numbers that are drawn inside the layers, too.
 
     Attributes:
         draws_outside: whether the step has drawn numbers outside the layers.
@@ -314,7 +317,7 @@ class ComparedNumbers(SampledNumbers):
         return output
 
     def pause(self) -> None:
-        """Go on with the same generators."""
+        """Do nothing: layers draw from the same states."""
 
     resume = pause
 
@@ -323,22 +326,22 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
 
 
-def _states(given: Sequence[torch.Generator]) -> list[Tensor]:
-    states = [torch.get_rng_state(), *(generator.get_state() for generator in given)]
+def _states(own: Sequence[torch.Generator]) -> list[Tensor]:
+    states = [torch.get_rng_state(), *(generator.get_state() for generator in own)]
     return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
 
 
-def _restore(states: Sequence[Tensor], given: Sequence[torch.Generator]) -> None:
-    own, *others = states
-    torch.set_rng_state(own)
-    for generator, state in zip(given, others, strict=False):
+def _restore(states: Sequence[Tensor], own: Sequence[torch.Generator]) -> None:
+    cpu, *others = states
+    torch.set_rng_state(cpu)
+    for generator, state in zip(own, others, strict=False):
         generator.set_state(state)
-    if len(others) > len(given):
+    if len(others) > len(own):
         torch.cuda.set_rng_state(others[-1])
 
 
 def _numbers(func: Any, args: Any, output: Any) -> Tensor:
-    """The tensor of the numbers that an operator has drawn."""
+    """Return the tensor of the numbers that an operator has drawn."""
     if func is torch.ops.aten.native_dropout.default:
         mask: Tensor = output[1]
         return mask
@@ -352,13 +355,13 @@ def _name(func: Any) -> str:
 def _of_samples(
     whole: Tensor, shape: torch.Size, first: int, end: int, samples: int
 ) -> Tensor | None:
-    """The part of the numbers of a batch that belongs to some samples; None if it is not clear."""
+    """Return the rows of samples in the numbers of a batch; None if it is not clear which."""
     if whole.shape == shape:
         return whole
     if whole.dim() != len(shape):
         return None
-    unlike = [dim for dim, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
-    (dim, *others) = unlike
+    unequal = [dim for dim, (a, b) in enumerate(zip(whole.shape, shape, strict=True)) if a != b]
+    (dim, *others) = unequal
     each, rest = divmod(whole.shape[dim], samples)
     if others or rest or shape[dim] != each * (end - first):
         return None

@@ -1,7 +1,7 @@
-"""Decides which pass one stage runs next, without tensors, messages or a clock.
+"""Decides which pass a stage runs next, without tensors, messages or a clock.
 
-What a stage of ``S`` stages does with what it may run (``held`` = forwards - backwards started,
-``warm-up`` = min(S - stage, in-flight limit)):
+The choice of a stage of ``S`` stages (``held`` = forwards - backwards started, ``warm-up`` =
+min(S - stage, in-flight limit)):
 
     schedule         held < warm-up and   otherwise          when the message for it is missing
                      forwards remain
@@ -39,7 +39,7 @@ class Schedule(ABC):
         stage: index of the stage, counted from the input.
         stages: number of stages in the pipeline.
         microbatches: micro-batches in this batch.
-        in_flight: most micro-batches that may be held on this stage.
+        in_flight: largest number of micro-batches that this stage may hold.
         forwards_first: whether backward passes wait until all forward passes have run, so that the
             stage holds every micro-batch, whatever the limit.
     """
@@ -59,7 +59,7 @@ class Schedule(ABC):
         self.forwards = 0
         self.backwards = 0
         self.held = 0
-        """Micro-batches that have gone forward and not yet back."""
+        """Number of micro-batches that have gone forward and not yet back."""
 
     @property
     def finished(self) -> bool:
@@ -70,13 +70,13 @@ class Schedule(ABC):
         """Choose the next pass and count it as started.
 
         Args:
-            activations: how many activations have ever arrived in this batch; on the first stage,
-                all micro-batches.
-            gradients: how many gradients have ever arrived in this batch; on the last stage, all
-                micro-batches.
+            activations: number of activations that have arrived in this batch; on the first stage,
+                that of all micro-batches.
+            gradients: number of gradients that have arrived in this batch; on the last stage, that
+                of all micro-batches.
 
         Returns:
-            The pass to run now, or None when the stage has to wait for a message.
+            The pass to run now; None if the stage has to wait for a message.
         """
         arrived = self.arrived(activations, gradients)
         can_forward = arrived["forward"] and self.held < self.in_flight
@@ -88,7 +88,7 @@ class Schedule(ABC):
         return None if kind is None else self.start(kind)
 
     def arrived(self, activations: int, gradients: int) -> dict[PassKind, bool]:
-        """Whether the message for the next pass of each kind is there; arguments as above."""
+        """Whether the message for the next pass of each kind has arrived; arguments as above."""
         return {
             "forward": self.forwards < min(self.microbatches, activations),
             "backward": self.backwards < min(self.forwards, gradients),
@@ -114,7 +114,7 @@ class Schedule(ABC):
 
 
 class MessageDriven(Schedule):
-    """Prefers what 1F1B would run, and runs what else has arrived instead of waiting."""
+    """Prefers the pass of 1F1B, and runs the other instead of waiting for its message."""
 
     def __init__(self, stage: int, stages: int, *args: Any) -> None:
         super().__init__(stage, stages, *args)
@@ -153,7 +153,7 @@ class ForwardOnly(Schedule):
         return self.forwards == self.microbatches
 
     def start(self, kind: PassKind) -> Op:
-        """Count the next pass as started, for which nothing is held."""
+        """Count the next pass as started; nothing is held for it."""
         op = super().start(kind)
         self.held = 0
         return op

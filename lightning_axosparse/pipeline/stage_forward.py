@@ -2,15 +2,15 @@
 
 Every stage runs the user's whole step on the whole module. Calling a layer does the following:
 
-    layer of an earlier stage    computes nothing, returns what the previous stage sent
-    layer of the stage           computes, with activation checkpointing where asked for
+    layer of an earlier stage    computes nothing, returns the activation that was received
+    layer of the stage           computes, with activation checkpointing if that is configured
     layer of a later stage       ends the step by raising ``StageEdge``
 
-So does the return of the last layer: the end of the step runs once, on the whole batch, as one more
-stage without layers, in which every layer is replaced (``step_end``). Only where losses are
-differentiated micro-batch by micro-batch does the step go on behind the last layer.
-``skip_tensors`` sends along what the code between layers has computed, ``side_outputs`` what hooks
-and attributes of earlier layers hold, as far as later stages read it (``message``).
+The return of the last layer also ends the step: the end of the step runs once, on the whole batch,
+as one more stage without layers, in which every layer is replaced (``step_end``). Only by parts,
+the step continues behind the last layer. ``skip_tensors`` sends the values that code between layers
+has computed, ``side_outputs`` those of hooks and attributes of earlier layers, if later stages read
+them (``message``).
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ Mode = PausableMode | PausableOperatorMode
 
 
 class InnerBackward:
-    """Backward passes that a step runs itself, as adversarial training and gradient penalties do.
+    """Backward passes that a step runs itself, as in adversarial training and gradient penalties.
 
-    On a stage such a pass ends at what the stage has received: the layers before are on other
-    ranks. So it is refused where the gradient it asks for comes from there, too. Inside one layer,
-    before and behind the layers, and on one stage, it is right.
+    On a stage such a pass ends at the received tensors, as the layers before them are on other
+    ranks. So it is refused if the gradient depends on these layers. Inside one layer, before and
+    behind the layers, and on one stage, it is right.
 
-    On one process Lightning clears the gradients that it leaves in parameters before the real
-    backward pass. Here that of another micro-batch may have come before, so they are dropped with
-    the step.
+    On one process, Lightning clears the gradients that such a pass adds to parameters before the
+    real backward pass. In a pipeline, gradients of other micro-batches may already be there, so
+    those of the inner pass are dropped at the end of the run.
     """
 
     def __init__(
@@ -65,20 +65,21 @@ class InnerBackward:
         received: Callable[[], Iterable[Tensor]],
         earlier: Sequence[nn.Module],
     ) -> None:
-        self._parameters, self._received, self._earlier = parameters, received, earlier
+        self._parameters, self._received, self._earlier_layers = parameters, received, earlier
         self._given: set[Any] = set()
+        """The nodes and leaves of which arguments of earlier stages' layers were computed."""
         self._gradients: dict[nn.Parameter, Tensor | None] = {}
 
     def end(self) -> None:
-        """Drop the gradients that the passes have left in parameters."""
+        """Drop the gradients that the passes have added to parameters."""
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
 
-    def give(self, args: Any, kwargs: Any) -> None:
-        """Note what the step gives to a layer of an earlier stage, and what that was made of.
+    def record_arguments(self, args: Any, kwargs: Any) -> None:
+        """Record the graph of the arguments of an earlier stage's layer.
 
-        The graph is followed now: later the node of a ``torch.autograd.Function`` may be gone with
-        its tensor, and a tensor that is kept would count as needed.
+        It is recorded now: later the node of a ``torch.autograd.Function`` may be freed with its
+        tensor, and a reference to the tensor would make it a value to send.
         """
         with plain_torch_functions():
             leaves = object_leaves((args, kwargs), Tensor)
@@ -111,8 +112,8 @@ class InnerBackward:
 
     def _needs_earlier_stages(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
         """Whether an earlier stage has computed a part of ``outputs`` from one of ``inputs``."""
-        theirs = {parameter for layer in self._earlier for parameter in layer.parameters()}
-        if theirs.union(self._given).isdisjoint(map(_node, inputs)):
+        remote = {parameter for layer in self._earlier_layers for parameter in layer.parameters()}
+        if remote.union(self._given).isdisjoint(map(_node, inputs)):
             return False
         return not _follow(map(_node, outputs), set()).isdisjoint(self._received())
 
@@ -129,7 +130,7 @@ class InnerBackward:
 
 
 def _node(tensor: Any) -> Any:
-    """Where a tensor, or torch's ``GradientEdge``, stands in its graph; a leaf is itself."""
+    """Return the graph node of a tensor, or of torch's ``GradientEdge``; of a leaf, the leaf."""
     if not isinstance(tensor, Tensor):
         return tensor.node
     node = tensor.grad_fn
@@ -137,7 +138,7 @@ def _node(tensor: Any) -> Any:
 
 
 def _follow(nodes: Iterable[Any], seen: set[Any]) -> set[Any]:
-    """Add these nodes to those seen, and all nodes and leaves that they were computed from."""
+    """Add nodes, and all nodes and leaves from which they were computed, to those seen."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()
@@ -166,46 +167,46 @@ FirstInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...],
 
 @dataclass
 class Visit:
-    """One run of the step: a micro-batch's through one stage, or the batch's behind the layers.
+    """One run of the step: on a micro-batch, through one stage, or on the batch, for its end.
 
-    The stage after the last one has no layers; its run is the end of the step.
+    The end of the step is a stage after the last one, which has no layers.
     """
 
     stage: int
     microbatch: int
     received: Activation
     tensors: Sequence[Tensor]
-    """Those in what was received."""
+    """The tensors in ``received``."""
     rng: PipelineRNG | None
-    """Seeds the layers; None where they draw as on one process."""
+    """Seeds the layers; None if they draw as on one process."""
     sent: Sent | None
-    """What the stage sends; None where the step runs to its end."""
+    """The values that the stage sends; None if the step runs to its end."""
     progress: Progress
     ends_behind_layers: bool = True
     """Whether the return of the last layer ends the step."""
     reads: Reads | None = None
-    """Filled with what the stage reads of others; None where that is known."""
+    """Records the values of other stages that the stage reads; None if they are known."""
     modes: Sequence[Mode] = ()
-    """Observe the step, but not the layers; entered round the step."""
+    """Modes that observe the step, but not the layers."""
     first_inputs: FirstInputs | None = None
-    """Replaces what the step gives to its first layer; None to leave it as it is."""
+    """Replaces the arguments of the first layer; None to leave them as they are."""
     behind_layers: Callable[[Any], None] | None = None
-    """Called where the step goes on behind the last layer, with what that layer gives."""
+    """Called with the output of the last layer, if the step continues behind it."""
     behind_layer: Callable[[Any], None] | None = None
-    """Called with what each other layer of the stage gives."""
+    """Called with the output of each other layer of the stage."""
     sent_here: Activation | None = None
-    """What would be sent, where the step goes on behind the last layer of the stage."""
+    """The stage's activation, if the step continues behind the last layer."""
     next_layer: int = 0
     segment: Segment | None = None
-    """The stage's layers since the last whose input is kept, with activation checkpointing."""
+    """The current segment of layers, with activation checkpointing."""
 
     def received_tensors(self) -> Iterator[Tensor]:
-        """The tensors that stand for those of earlier stages, with values or without."""
+        """Yield the tensors of earlier stages: those received, and placeholders."""
         yield from self.tensors
         yield from self.progress.placeholders
 
     def validate_placeholders(self) -> None:
-        """Check that no placeholder for a value of an earlier stage has got a gradient."""
+        """Check that no placeholder of a value of an earlier stage has a gradient."""
         with plain_torch_functions():
             used = [each for each in self.progress.placeholders if each.grad is not None]
         self.progress.placeholders.clear()
@@ -220,16 +221,16 @@ class Visit:
 
 
 class _Running(NamedTuple):
-    """The run of the step that goes on, and what is followed of it.
+    """The present run of the step, with the records of its values.
 
     Attributes:
         visit: the run.
-        part: the layers of the stage; none of the end of the step.
-        side_outputs: what hooks and attributes of layers hold.
-        values: what the step computes between layers.
-        inner: backward passes that the step runs itself.
-        modes: those that observe the step, but not the layers.
-        sends: whether a later stage goes on with the step, and needs what this one leaves.
+        part: indices of the stage's layers; empty for the end of the step.
+        side_outputs: records side outputs of layers.
+        values: records derived values.
+        inner: runs the backward passes of the step itself.
+        modes: modes that observe the step, but not the layers.
+        sends: whether a later stage continues the step, and needs values of this one.
     """
 
     visit: Visit
@@ -245,8 +246,9 @@ class PipelinedLayers:
     """The layers of a module, partitioned into stages.
 
     Attributes:
-        remember: called with a layer that is about to be computed, and may be again in its backward
-            pass; returns what makes a context in which it reads what it reads now.
+        remember: called with a layer that is about to be computed, and may be recomputed in its
+            backward pass; returns a function that makes a context in which the layer has its
+            present attributes.
     """
 
     def __init__(
@@ -274,12 +276,12 @@ class PipelinedLayers:
         return len(self.parts)
 
     def part(self, stage: int) -> range:
-        """The layers of a stage."""
+        """Return the indices of a stage's layers; empty for the end of the step."""
         count = len(self.layers)
         return self.parts[stage] if stage < len(self.parts) else range(count, count)
 
     def install(self, stages: Sequence[int]) -> None:
-        """Change what calling a layer does; ``stages`` are those whose layers are on this rank."""
+        """Replace the ``forward`` of all layers; ``stages`` are those of this rank."""
         self._watched = list(map(WatchedLayer, self.names, self.layers))
         self._present = {layer for stage in stages for layer in self.parts[stage]}
         buffers = dict(self._module.named_buffers())
@@ -301,14 +303,14 @@ class PipelinedLayers:
         self._buffers.clear()
 
     def backwards_followed(self) -> AbstractContextManager[None]:
-        """Have backward passes that steps run themselves followed inside the context."""
+        """Return a context in which backward passes that steps run themselves are checked."""
         return backward_passes_by(self._run_backward)
 
     @contextmanager
     def visit(self, visit: Visit) -> Iterator[None]:
         """Run the step inside the context, and compute the layers of ``visit.stage``."""
         received, part, sent = visit.received, self.part(visit.stage), visit.sent
-        # The end of the step changes those that count.
+        # The end of the step changes the module's own buffers.
         buffers = self._buffers if sent is not None else {}
         values = DerivedValues(
             visit.progress, part, received, sent, buffers, self.names, visit.reads
@@ -336,9 +338,9 @@ class PipelinedLayers:
         """Check at the end of a step that it has called every layer.
 
         Args:
-            visit: the micro-batch.
-            output: what the step returned.
-            may_call_none: whether a step may do without the layers, on all stages alike.
+            visit: the run.
+            output: the output of the step.
+            may_call_none: whether the step may call no layer at all, alike on all stages.
         """
         if self._running is not None:
             self._running.values.read(output)
@@ -351,7 +353,7 @@ class PipelinedLayers:
             )
 
     def _forward(self, places: Sequence[int], compute: Callable[..., Any]) -> Callable[..., Any]:
-        """What replaces the forward of a layer, which stands at one place, or at several."""
+        """Return the replacement of a layer's forward; a layer may be at several ``places``."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             running = self._running
@@ -380,7 +382,7 @@ class PipelinedLayers:
                 if visit.next_layer == len(self.layers):
                     if visit.ends_behind_layers:
                         raise StageEdge(_activation(running))
-                    _go_on(running, output)
+                    _continue(running, output)
                 elif visit.behind_layer is not None:
                     visit.behind_layer(output)
                 return output
@@ -388,7 +390,7 @@ class PipelinedLayers:
         return forward
 
     def _run_backward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a backward pass, which the user's step runs itself where it begins in a step."""
+        """Run a backward pass; inside a run of the step, it is the user's."""
         running = self._running
         if running is None:
             return own(*args, **kwargs)
@@ -410,19 +412,19 @@ class PipelinedLayers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compute a layer of the stage, and note what it leaves."""
+        """Compute a layer of the stage, and record its output and side outputs."""
         if not running.sends and running.visit.reads is None:
             return self._compute(running.visit, index, compute, args, kwargs)
         if running.sends:
             running.side_outputs.begin_layer(index)
         observed: AbstractContextManager[None] = nullcontext()
-        if running.visit.reads is not None:  # What the layer reads is to be learned.
+        if running.visit.reads is not None:  # A probe, which records the values that layers read.
             is_compiled = self._watched[index].compiled
             observed = running.values.computing_layer((args, kwargs), is_compiled)
         with observed:
             output = self._compute(running.visit, index, compute, args, kwargs)
         if running.sends:
-            _note_output(running, index, output)
+            _record_output(running, index, output)
         return output
 
     def _compute(
@@ -433,7 +435,7 @@ class PipelinedLayers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Compute a layer, with activation checkpointing where asked for."""
+        """Compute a layer, with activation checkpointing if that is configured."""
         checkpointing = self._checkpointing
         if checkpointing is None or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
@@ -478,8 +480,8 @@ class PipelinedLayers:
 
 # Only a layer's own forward is to be compiled.
 @never_compiled
-def _go_on(running: _Running, output: Any) -> None:
-    """Prepare for the step to go on behind the last layer."""
+def _continue(running: _Running, output: Any) -> None:
+    """Prepare for the step to continue behind the last layer."""
     if running.sends:
         running.visit.sent_here = _activation(running)
     if running.visit.behind_layers is not None:
@@ -487,15 +489,15 @@ def _go_on(running: _Running, output: Any) -> None:
 
 
 @never_compiled
-def _note_output(running: _Running, index: int, output: Any) -> None:
-    """Note the output of a layer that this stage has computed, and what the layer has set."""
+def _record_output(running: _Running, index: int, output: Any) -> None:
+    """Record the output and the side outputs of a layer of this stage."""
     running.side_outputs.end_layer(index)
     running.values.end_layer(index, output)
 
 
 @never_compiled
 def _activation(running: _Running) -> Activation:
-    """What a stage sends when the step calls the next stage's first layer."""
+    """Return the activation that a stage sends when the step reaches the next stage."""
     return running.values.sent()._replace(side_outputs=running.side_outputs.to_send())
 
 
@@ -503,10 +505,10 @@ def _activation(running: _Running) -> Activation:
 def _replacement(
     running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a layer of an earlier stage returns on this one."""
+    """Return the output, on this stage, of a layer of an earlier stage."""
     for unused in (*args, *kwargs.values()):
         await_collective(unused)
-    running.inner.give(args, kwargs)
+    running.inner.record_arguments(args, kwargs)
     if running.visit.received.side_outputs:
         with running.values.replaying():
             running.side_outputs.replay(index)

@@ -43,10 +43,10 @@ from lightning_axosparse.support.troubleshooting import see
 
 NOTHING = Message(Activation(), ())
 
-Again: TypeAlias = Literal["", "draws", "reads", "has others", "calls others"]
-"""Why a batch has to run again: the step draws random numbers outside the layers, of which
-micro-batches have not got their part; reads what it has not read before, so that it was not sent;
-does something else than to log means and return a loss; or calls functions that were not compared.
+Again: TypeAlias = Literal["", "draws", "reads", "has other effects", "calls others"]
+"""Why a batch has to run again: the step draws random numbers outside the layers, and micro-batches
+have drawn their own; it reads a value that was not sent; it has other effects than to log means and
+return a loss; or it calls functions that were not compared.
 """
 
 
@@ -60,49 +60,49 @@ class LossBackward(Protocol):
         """Prepare for the last backward pass of this process, which makes gradients final.
 
         Args:
-            factor: what the gradients of the whole batch are still to be multiplied by.
-            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
+            factor: factor by which all gradients of the batch are still to be multiplied.
+            deferred: parameters whose gradients are final only after :meth:`mark_final`.
         """
 
     def mark_final(self, parameter: nn.Parameter) -> None:
-        """Take in that the gradient of one of those parameters is final."""
+        """Mark the gradient of one of the deferred parameters as final."""
 
 
 class Effects(Protocol):
-    """What runs of the step do besides computing layers: ``strategy.step.effects.StepEffects``."""
+    """The effects of runs: logs, metrics, attributes (``strategy.step.effects.StepEffects``)."""
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
-        """What has to observe runs."""
+        """The modes that have to observe runs."""
 
     def discarded(self) -> AbstractContextManager[None]:
-        """Make a context in which nothing of what a run does counts."""
+        """Return a context that undoes all effects of the run in it."""
 
     def read(self) -> AbstractContextManager[None]:
-        """Make a context in which nothing counts, but what would be logged is read."""
+        """Return a context that undoes all effects, but reads the values that are logged."""
 
     def counted(self) -> AbstractContextManager[None]:
-        """Make a context in which all of it counts, once for the batch."""
+        """Return the context of the run whose effects count, once for the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One batch and the step that is run on it; what all stages of this process share.
+    """One batch and the step that is run on it, shared by all stages of this process.
 
     Attributes:
         step: the user's step, called as ``step(part, *args, **kwargs)``.
         args: its arguments besides the batch.
         kwargs: its keyword arguments.
         precision: makes the context in which the step runs.
-        whole: the batch.
+        whole: the whole batch.
         microbatches: its micro-batches.
-        fingerprint: of the whole batch; every message carries it.
-        effects: what runs of the step do besides computing layers.
-        crossing: what crosses the edges of stages; None where that is not known: everything.
-        layouts: how the tensors lie that layers give.
-        numbers: those that the step draws, by stage; none where it draws none.
-        of_pass: makes the context of a pass through a stage, or with None of a run through none.
-        failures: what passes have raised that only compare.
+        fingerprint: fingerprint of the whole batch, which every message carries.
+        effects: undoes the effects of runs, or lets them count.
+        crossing: the values that each stage sends; None if unknown: all values.
+        layouts: the layouts of samples in layer outputs.
+        numbers: the random numbers of the step, by stage; empty if it draws none.
+        of_pass: makes the context of a pass through a stage; with None, of a run without layers.
+        failures: texts of the errors in runs that are only compared.
     """
 
     step: Callable[..., Any]
@@ -121,11 +121,11 @@ class Batch:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each micro-batch."""
+        """The number of samples in each micro-batch."""
         return [part.size for part in self.microbatches]
 
     def sent(self, stage: int) -> Sent:
-        """What a stage sends."""
+        """Return the values that a stage sends."""
         return Sent() if self.crossing is None else self.crossing[stage]
 
     def observed(
@@ -136,7 +136,7 @@ class Batch:
         Args:
             part: the micro-batch, or the whole batch.
             visit: the run.
-            counts: whether it is the one that counts.
+            counts: whether it is the run whose effects count.
         """
         visit.modes = [*self.effects.modes, *visit.modes]
         numbers = self.numbers.get(visit.stage)
@@ -145,9 +145,9 @@ class Batch:
         visit.modes = [numbers, *visit.modes]
         return numbers.of(part.begin, part.begin + part.size, counts)
 
-    def called(self, given: Any) -> Any:
-        """Call the step."""
-        return self.step(given, *self.args, **self.kwargs)
+    def called(self, part: Any) -> Any:
+        """Call the step on a micro-batch, or the whole batch; return its output."""
+        return self.step(part, *self.args, **self.kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +169,11 @@ class StageStep:
         batch: the batch.
         layers: the layers of all stages.
         rng: seeds the layers.
-        first_inputs: returns what replaces the inputs of the first layer for a micro-batch.
+        first_inputs: returns the function that replaces the first layer's inputs in a micro-batch.
     """
 
     _reads: Reads | None = None
-    """Filled with what the stage reads of others; None where that is known."""
+    """Records the values of other stages that the stage reads; None if they are known."""
 
     def __init__(
         self,
@@ -196,8 +196,8 @@ class StageStep:
         """Run the user's step on a micro-batch, up to the next stage's first layer.
 
         Returns:
-            The activation to send; one that has failed where this stage, or one before it, reads
-            for the first time what is not sent, so that the batch has to run again.
+            The activation to send. It is marked as failed if this stage, or one before it, reads a
+            value that was not sent, so that the batch has to run again.
         """
         received = received or NOTHING
         if received.content.has_failed:
@@ -224,7 +224,7 @@ class StageStep:
         )
 
     def _passed(self, visit: Visit, microbatch: int) -> Activation:
-        """Run the step as far as this stage goes; nothing counts of what it does besides."""
+        """Run the step up to the end of this stage, and undo its effects."""
         part = self.batch.microbatches[microbatch]
         try:
             with self.batch.effects.discarded():
@@ -235,16 +235,16 @@ class StageStep:
         return activation._replace(fingerprint=self.batch.fingerprint.fingerprint)
 
     def _run_step(self, visit: Visit, part: MicroBatch, modes: Sequence[Mode] = ()) -> Any:
-        """Run the step on a micro-batch, with a copy that it may change."""
+        """Run the step on a copy of a micro-batch, which it may change."""
         batch = self.batch
         visit.modes = modes
         self._rng.begin_run()
         try:
-            given = copied(part.batch)
-            self._given(given, part, visit)
+            batch_part = copied(part.batch)
+            self._begin_run(batch_part, part, visit)
             with batch.of_pass(self.stage), batch.observed(part, visit):
                 with self._layers.visit(visit), batch.precision():
-                    output = batch.called(given)
+                    output = batch.called(batch_part)
                     self._layers.end_step(visit, output, self._may_call_no_layer)
                     return output
         except (ValueError, RuntimeError) as error:
@@ -254,33 +254,33 @@ class StageStep:
 
     _may_call_no_layer = True
 
-    def _given(self, batch: Any, part: MicroBatch, visit: Visit) -> None:
-        """Take in what the step is given of a micro-batch."""
+    def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
+        """Prepare for a run on ``batch_part``, the copy of a micro-batch."""
 
 
 class ProbingStep(StageStep):
-    """One stage's forward pass through a micro-batch, of which it is seen what the step reads.
+    """The forward pass of one stage that records which values of other stages the step reads.
 
     Args:
-        shared: as for :class:`StageStep`, with a batch of one micro-batch, of which everything
-            crosses the edges of stages.
+        shared: as for :class:`StageStep`, with a batch of one micro-batch, of which all values are
+            sent.
     """
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
         self._reads = self.reads = Reads()
         self.activation: Activation | None = None
-        """What the stage has given."""
+        """The activation of the stage."""
 
     def forward(self, microbatch: int, received: Message | None) -> Activation:
-        """Run the user's step, as in a real pass; where it fails, the next stages do nothing."""
+        """Run the user's step, as in a real pass; if it fails, the next stages do nothing."""
         self.activation = Activation(has_failed=True)
         if received is not None and received.content.has_failed:
             return self.activation
         visit = self._visit(microbatch, received or NOTHING)
         try:
             self.activation = self._passed(visit, microbatch)
-        except Exception:  # The step meets it again when it trains, and tells it.
+        except Exception:  # The step raises it again when it trains.
             return self.activation
         self.reads.is_complete = visit.next_layer > 0
         return self.activation
@@ -289,9 +289,9 @@ class ProbingStep(StageStep):
 class TrainingStageStep(StageStep):
     """The forward and backward passes of one stage through one batch.
 
-    The last backward pass of a stage that ``is_first_here``, in this process, makes the gradients
-    of the process final, but for those of ``deferred`` parameters: they are final when
-    ``end_backward`` was called.
+    If the stage ``is_first_here``, the first one of this process, its last backward pass makes the
+    process's gradients final, except those of ``deferred`` parameters, which are final after
+    ``end_backward``.
     """
 
     _may_call_no_layer = False
@@ -311,20 +311,20 @@ class TrainingStageStep(StageStep):
         self._deferred, self._end_backward = deferred, end_backward
         self._visits: dict[int, Visit] = {}
         self.is_void = False
-        """Whether the batch has to run again, and these gradients do not count."""
+        """Whether these gradients are dropped, as the batch has to run again."""
         self.again: Again = ""
-        """Why, on the last stage, if it can run again in the same way."""
+        """The reason, on the last stage, if the batch can run again in the same way."""
         self.output: Any = None
-        """What the step has returned for the batch, on the last stage."""
+        """The output of the step on the whole batch, on the last stage."""
 
     def backward(
         self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients | None
     ) -> float | None:
-        """Differentiate what this stage has sent of a micro-batch.
+        """Differentiate the tensors that this stage has sent for a micro-batch.
 
         Returns:
-            What the gradients of the whole batch are still to be multiplied by, with the last
-            micro-batch; None if it has to run again.
+            The factor by which all gradients of the batch are still to be multiplied, with the last
+            micro-batch; None if the batch has to run again.
         """
         gradients = gradients or self._own_gradients(microbatch)
         is_last_pass = microbatch == len(self.batch.microbatches) - 1
@@ -344,21 +344,21 @@ class TrainingStageStep(StageStep):
         return gradients.factor
 
     def _own_gradients(self, microbatch: int) -> Gradients:
-        """The gradients of what the last stage gives to the end of the step."""
+        """Return the gradients of the last stage's activation, which the end of the step gives."""
         raise NotImplementedError
 
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         propagate(sent, gradients.tensors)
 
     def _passed(self, visit: Visit, microbatch: int) -> Activation:
-        """Run the step, and measure what is left in memory after it has ended by ``StageEdge``."""
+        """Run the step, and measure the memory that it has saved when ``StageEdge`` ends it."""
         self._visits[microbatch] = visit
         with self._limit.measured(self.stage, visit.tensors):
             return super()._passed(visit, microbatch)
 
 
 def propagate(sent: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Propagate the gradients of what a stage has sent through the stage."""
+    """Propagate the gradients of the tensors that a stage has sent through the stage."""
     pairs = [
         (tensor, gradient)
         for tensor, gradient in zip(sent, gradients, strict=True)
@@ -372,7 +372,7 @@ def propagate(sent: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Non
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in what a training step returned."""
+    """Return the loss in the output of a training step."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise MisconfigurationException(

@@ -1,10 +1,10 @@
 """Runs the end of the step, the code behind the last layer, once on the whole batch.
 
-It is one more stage, without layers and of one micro-batch, on the rank of the last stage: when the
-outputs of all micro-batches are there, they are joined, become leaves, and the user's step runs
-once on the whole batch with every layer replaced by what it gave. The loss, what is logged, printed
-and returned, metrics and attributes are those of one process, because it is the same call. The
-gradients of the leaves begin the backward passes of the micro-batches.
+It is one more stage, without layers and with one micro-batch, on the rank of the last stage: the
+layer outputs of all micro-batches are joined and become leaves, and the user's step runs once on
+the whole batch, in which every layer returns its joined outputs. Loss, logs, prints, output,
+metrics and attributes are those of one process, because it is the same call. The backward passes of
+the micro-batches begin with the gradients of the leaves.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from lightning_axosparse.pipeline.stage_step import (
 )
 
 
-class FollowedInputs(Protocol):
-    """Follows the samples of a micro-batch: ``loss.by_parts.FollowedLosses``."""
+class TrackedInputs(Protocol):
+    """Tracks the samples of a micro-batch: ``loss.by_parts.TrackedLosses``."""
 
-    def begin_batch(self, given: Any, part: MicroBatch, received: Activation) -> None:
-        """Take in the micro-batch that the step is given, and what it received."""
+    def begin_run(self, batch_part: Any, part: MicroBatch, received: Activation) -> None:
+        """Begin a run on ``batch_part``, the copy of a micro-batch."""
 
-    def follow_output(self, output: Any) -> None:
-        """Take in what the last layer gives."""
+    def track_output(self, output: Any) -> None:
+        """Track the output of the last layer."""
 
 
 class RunAgain(BaseException):
-    """Ends a run of which nothing counts, as the batch has to run again."""
+    """Ends a run whose effects are dropped, as the batch has to run again."""
 
     def __init__(self, why: Again) -> None:
         super().__init__(why)
@@ -54,27 +54,24 @@ class RunAgain(BaseException):
 
 
 class StepEnd:
-    """The end of the step on the whole batch, with every layer replaced by what it gave."""
+    """The end of the step on the whole batch, in which every layer returns its joined outputs."""
 
     def __init__(self, batch: Batch, layers: PipelinedLayers, rng: PipelineRNG) -> None:
         self._batch, self._layers, self._rng = batch, layers, rng
         self._ended: tuple[Joined, Visit] | None = None
-        """What the layers gave to the run that counts, and the run."""
+        """The layer outputs of the run that counts, and the run."""
 
     def join(self, activations: Sequence[Activation]) -> Joined:
-        """Join what the layers gave for the micro-batches."""
+        """Join the layer outputs of the micro-batches."""
         names = self._layers.names
         batch = self._batch
         return join(activations, batch.sizes, batch.layouts, names.__getitem__)
 
     def run(self, activations: Sequence[Activation], may_call_none: bool = False) -> Any:
-        """Run the user's step, of which everything counts.
-
-        Returns:
-            What it returned.
+        """Run the user's step, let its effects count, and return its output.
 
         Raises:
-            RunAgain: if nothing counts.
+            RunAgain: if the batch has to run again.
         """
         if any(each.has_failed for each in activations):
             raise RunAgain("reads")
@@ -91,7 +88,7 @@ class StepEnd:
                 raise RunAgain("reads") from error
 
     def gradients(self) -> list[list[Tensor | None]]:
-        """Those of what the layers gave for each micro-batch, once the loss is differentiated."""
+        """Return the gradients of each micro-batch's layer outputs, after the backward pass."""
         assert self._ended is not None
         (joined, visit), self._ended = self._ended, None
         visit.validate_placeholders()
@@ -107,33 +104,33 @@ class StepEnd:
         message: Message,
         modes: Sequence[Mode] = (),
         reads: Reads | None = None,
-        followed: FollowedInputs | None = None,
+        tracked: TrackedInputs | None = None,
     ) -> Any:
-        """Run the end of the step on a micro-batch, or the whole batch; return its output.
+        """Run the end of the step on a part of the batch, in a context that undoes its effects.
 
         Args:
-            part: which.
-            message: what layers gave.
-            modes: observe the step.
-            reads: filled with what it reads.
-            followed: is told what the step is given.
+            part: a micro-batch, or the whole batch.
+            message: the layer outputs.
+            modes: modes that observe the step.
+            reads: records the values of the stages that the step reads.
+            tracked: tracks the samples in the inputs of the step.
         """
         visit = self._visit(message.content, message.tensors)
         visit.reads, visit.modes = reads, modes
-        given = copied(part.batch)
-        if followed is not None:
-            followed.begin_batch(given, part, message.content)
-            visit.behind_layers = followed.follow_output
-        return self._called(part, visit, given, counts=False, may_call_none=True)
+        batch_part = copied(part.batch)
+        if tracked is not None:
+            tracked.begin_run(batch_part, part, message.content)
+            visit.behind_layers = tracked.track_output
+        return self._called(part, visit, batch_part, counts=False, may_call_none=True)
 
     def _called(
-        self, part: MicroBatch, visit: Visit, given: Any, counts: bool, may_call_none: bool
+        self, part: MicroBatch, visit: Visit, batch_part: Any, counts: bool, may_call_none: bool
     ) -> Any:
         batch = self._batch
         self._rng.begin_run(is_whole=part is batch.whole)
         observed = batch.observed(part, visit, counts)
         with batch.of_pass(None), observed, self._layers.visit(visit), batch.precision():
-            output = batch.called(given)
+            output = batch.called(batch_part)
             self._layers.end_step(visit, output, may_call_none)
         return output
 
@@ -143,10 +140,10 @@ class StepEnd:
 
 
 class WholeStep(StageStep):
-    """The step where one process has all layers: it runs on the whole batch, as it is."""
+    """The step in a process that has all layers: it runs on the whole batch, unchanged."""
 
     def run(self) -> Any:
-        """Run the user's step, of which everything counts; return its output."""
+        """Run the user's step, let its effects count, and return its output."""
         batch = self.batch
         visit = Visit(self.stage, 0, *NOTHING, None, None, Progress(self.stage))
         visit.ends_behind_layers = False
@@ -174,7 +171,7 @@ class WholeStageStep(TrainingStageStep, WholeStep):
 
 
 class EndedStageStep(TrainingStageStep):
-    """The last stage where the loss of the batch is differentiated once, for all micro-batches."""
+    """The last stage, if the loss of the whole batch is differentiated, once."""
 
     def __init__(self, *shared: Any, **more: Any) -> None:
         super().__init__(*shared, **more)

@@ -1,6 +1,6 @@
-"""Runs the step on the whole batch up to its first layer, of which micro-batches get their rows.
+"""Runs the step on the whole batch up to its first layer; micro-batches get rows of its inputs.
 
-So code that mixes samples before the layers (mixup, ``x - x.mean(0)``, a norm) does what it does on
+So code that mixes samples before the layers (mixup, ``x - x.mean(0)``, a norm) has the results of
 one process, and is differentiated once.
 """
 
@@ -36,11 +36,11 @@ def _raise_first_layer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 _Place: TypeAlias = tuple[Hashable, int]
-"""Where a tensor is given to the first layer: the argument, and the tensor's number in it."""
+"""A tensor in the inputs of the first layer: the argument, and the tensor's index in it."""
 
 
 class StepFront:
-    """What the step gives to its first layer, from a run on the whole batch."""
+    """The code before the layers, and the inputs that it computes for the first layer."""
 
     def __init__(self, batch: Batch, layers: PipelinedLayers, rng: PipelineRNG) -> None:
         self._batch, self._layers, self._rng = batch, layers, rng
@@ -50,7 +50,7 @@ class StepFront:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """Run the step up to its first layer; what it raises, the first micro-batch raises."""
+        """Run the step up to its first layer; the first micro-batch raises its error, if any."""
         batch = self._batch
         visit = Visit(0, -1, *NOTHING, self._rng, batch.sent(0), Progress(0))
         visit.first_inputs = _raise_first_layer
@@ -66,31 +66,31 @@ class StepFront:
             self._error = error
 
     def of(self, part: MicroBatch) -> FirstInputs | None:
-        """What replaces the inputs of the first layer in the pass of a micro-batch."""
+        """Return the function that replaces the first layer's inputs in a micro-batch's pass."""
         if self._error is not None:
             raise self._error
         if not self._inputs:
             return None
 
         def replaced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = _arguments(args, kwargs)
-            made = {key: self._argument(part, key, value) for key, value in given.items()}
-            return tuple(made[n] for n in range(len(args))), {name: made[name] for name in kwargs}
+            own = _arguments(args, kwargs)
+            new = {key: self._argument(part, key, value) for key, value in own.items()}
+            return tuple(new[n] for n in range(len(args))), {name: new[name] for name in kwargs}
 
         return replaced
 
     def _argument(self, part: MicroBatch, key: Hashable, value: Any) -> Any:
-        """A micro-batch's part of an argument, or its own one if that has other tensors."""
+        """Return a micro-batch's rows of an argument; ``value`` itself if it has other tensors."""
         own, whole = object_leaves(value, Tensor), self._inputs.get(key, ())
         if len(own) != len(whole):
             return value
-        given = iter([self._rows(part, (key, n), whole[n], own[n]) for n in range(len(own))])
-        return object_map(Tensor, lambda tensor: next(given), value)
+        rows = iter([self._rows(part, (key, n), whole[n], own[n]) for n in range(len(own))])
+        return object_map(Tensor, lambda tensor: next(rows), value)
 
     def _rows(self, part: MicroBatch, place: _Place, whole: Tensor, own: Tensor) -> Tensor:
-        """A micro-batch's rows of a tensor; its own one where it is not known which they are."""
+        """Return a micro-batch's rows of a tensor; its ``own`` tensor if they are unknown."""
         rows = whole.detach()
-        if whole.shape != own.shape:  # Else it has no samples, or they are all in this one.
+        if whole.shape != own.shape:  # Else it has no samples, or the batch is one micro-batch.
             axis = self._axes.get(place) or self._axis(part, whole, own)
             if axis is None:
                 return own
@@ -103,33 +103,33 @@ class StepFront:
         return alias_of(leaf)
 
     def _axis(self, part: MicroBatch, whole: Tensor, own: Tensor) -> Axis | None:
-        """How the samples lie in an input: of several rows a sample, as the values say."""
+        """Return the layout of an input; if shapes allow several, the one that fits the values."""
         samples, size = self._batch.whole.size, part.size
-        found = axes(whole.shape, own.shape, samples, size)
-        if not found and whole.dim() == own.dim():  # It may be trimmed to the longest sample.
+        candidates = axes(whole.shape, own.shape, samples, size)
+        if not candidates and whole.dim() == own.dim():  # It may be trimmed to the longest sample.
             lengths = enumerate(zip(whole.shape, own.shape, strict=True))
             dims = [dim for dim, (n, few) in lengths if few and n * size == few * samples]
-            found = [Axis(dim, whole.shape[dim] // samples) for dim in dims]
-        if len(found) == 1:
-            return found[0]
-        values = ((axis, axis.part(whole.detach(), part.begin, size)) for axis in found)
+            candidates = [Axis(dim, whole.shape[dim] // samples) for dim in dims]
+        if len(candidates) == 1:
+            return candidates[0]
+        values = ((axis, axis.part(whole.detach(), part.begin, size)) for axis in candidates)
         own = own.detach()
         return next((axis for axis, rows in values if torch.equal(rows, own)), None)
 
     def backward(self) -> None:
-        """Differentiate what the first layer was given, by the gradients of all micro-batches."""
+        """Differentiate the first layer's inputs, with the gradients of all micro-batches."""
         outputs, gradients = [], []
         for place, leaves in self._leaves.items():
             (key, number), axis = place, self._axes.get(place)
             whole = self._inputs[key][number]
             gradient = torch.zeros_like(whole)
-            found = [(part, leaf.grad) for part, leaf in leaves if leaf.grad is not None]
-            for part, own in found:
+            parts = [(part, leaf.grad) for part, leaf in leaves if leaf.grad is not None]
+            for part, own in parts:
                 if axis is None:
                     gradient += own
                 else:
                     axis.add_part(gradient, own, part.begin, part.size)
-            if found:
+            if parts:
                 outputs.append(whole)
                 gradients.append(gradient)
         if outputs:
@@ -137,5 +137,5 @@ class StepFront:
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-    """The arguments of a layer by number and name."""
+    """Return the arguments of a layer by position and name."""
     return {**dict(enumerate(args)), **kwargs}

@@ -231,7 +231,7 @@ class Regrid:
         return self._move(stages, epoch, optimizers)
 
     def _fewest_stages(self, optimizers: Sequence[Optimizer]) -> int | None:
-        activations = self._runner.limit.kept
+        activations = self._runner.limit.saved_bytes
         own = measure_memory(self._stage_module, optimizers, activations, self._rule.free())
         return fewest_stages(
             self._stage_module.partition, all_gather(own, self._stage_module.groups.world)

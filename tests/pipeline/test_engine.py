@@ -64,7 +64,7 @@ class NoEffects:
     def combined(self, sizes: Any) -> Any:
         return []
 
-    def part_has_others(self, output: Any) -> bool:
+    def part_has_other_effects(self, output: Any) -> bool:
         return False
 
 
@@ -524,6 +524,6 @@ def test_what_each_stage_keeps_of_a_micro_batch_is_measured(parted: bool) -> Non
     train(pipe, lambda b: model(b).mean(), batch, 4, parted=parted)
     dealt.uninstall()
     one = batch.nbytes // 4
-    first, middle, last = (limit._kept[stage] for stage in range(3))
+    first, middle, last = (limit._saved_bytes[stage] for stage in range(3))
     assert (first, middle) == (one, 2 * one), "what it sends, and what it has received"
     assert last >= 2 * one

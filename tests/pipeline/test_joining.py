@@ -20,7 +20,7 @@ from lightning_axosparse.pipeline.joining import (
     Layout,
     Layouts,
     axes,
-    found_layout,
+    best_layout,
     gradients_of,
     join,
     joined_by,
@@ -70,7 +70,7 @@ def test_how_samples_lie_follows_from_shapes_and_values(
         return
     parts = axis.split(whole, sizes)
     assert axis in axes(whole.shape, parts[0].shape, sum(sizes), sizes[0])
-    found, difference = found_layout(whole, parts, sizes, largest_difference)
+    found, difference = best_layout(whole, parts, sizes, largest_difference)
     assert difference == 0
     assert isinstance(found, Axis)
     assert torch.equal(joined_by(found, parts, sizes), whole)
@@ -79,7 +79,7 @@ def test_how_samples_lie_follows_from_shapes_and_values(
 def test_views_of_a_sample_may_follow_one_another() -> None:
     one, other = torch.rand(SAMPLES, 2), torch.rand(SAMPLES, 2)
     parts = [torch.cat(each) for each in zip(one.split(SIZES), other.split(SIZES), strict=True)]
-    found, difference = found_layout(torch.cat([one, other]), parts, SIZES, largest_difference)
+    found, difference = best_layout(torch.cat([one, other]), parts, SIZES, largest_difference)
     assert (found, difference) == (Axis(0, 2, 2), 0)
 
 

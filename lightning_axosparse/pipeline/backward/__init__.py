@@ -1,1 +1,1 @@
-"""Backward passes: activations computed again, gradient hooks."""
+"""Backward passes: activation checkpointing, gradient hooks."""

@@ -1,8 +1,7 @@
-"""Calls the user's gradient hooks once a batch, with the gradient of all of it.
+"""Calls the user's gradient hooks once a batch, with the gradient of the whole batch.
 
-torch calls them in every backward pass, of which a pipeline has one for each micro-batch; and
-stages that keep the same parameter have each a part of its gradient. A hook that clips or
-normalizes has to see the sum, as on one process.
+torch calls them in the backward pass of every micro-batch, and stages that share a parameter have
+each a part of its gradient. A hook that clips or normalizes has to see the sum, as on one process.
 """
 
 from __future__ import annotations
@@ -20,14 +19,16 @@ from lightning_axosparse.support.torch_internals import gradient_hooks, hooked
 
 
 class GradientHooks:
-    """The gradient hooks of some parameters, in one batch.
+    """The gradient hooks of parameters in one batch.
 
     Args:
-        parameters: those of this rank, in the same order on all ranks that keep them.
+        parameters: the parameters of this rank, in the same order on all ranks that share them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._hooks = {each: _users(each) for each in hooked(parameters, besides=GradientReducer)}
+        self._hooks = {
+            each: _user_hooks(each) for each in hooked(parameters, besides=GradientReducer)
+        }
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, Any]:
@@ -36,7 +37,7 @@ class GradientHooks:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Keep backward passes inside the context from calling the hooks."""
+        """Remove the hooks inside the context, so that backward passes do not call them."""
         for hooks in self._hooks.values():
             for registered, own in hooks:
                 for key in own:
@@ -55,16 +56,16 @@ class GradientHooks:
         earlier: MutableMapping[nn.Parameter, Tensor | None],
         sharing: dist.ProcessGroup | None,
     ) -> None:
-        """Call the hooks of a parameter, whose ``grad`` is what this rank has of the batch.
+        """Call the hooks of a parameter whose ``grad`` is that of the batch, or this rank's part.
 
-        Afterwards ``grad`` is what the hooks have made of it.
+        Afterwards ``grad`` is the gradient that the hooks return.
 
         Args:
             parameter: one of :attr:`parameters`.
-            earlier: gradients of earlier batches that ``grad`` is to be added to. Hooks that run
-                after torch has done so see the sum, and the entry is None then.
-            sharing: the ranks that have each a part of this batch's gradient; the hooks see the sum
-                on all of them, and the first one alone keeps it. None where it is whole.
+            earlier: gradients of earlier batches, to which ``grad`` is to be added. Hooks that
+                torch calls after accumulation see the sum; the entry is set to None then.
+            sharing: the ranks that have each a part of this batch's gradient. Their hooks see the
+                sum, and only the first one keeps it. None if this rank has the whole gradient.
         """
         parameter.grad = _sum_over(parameter, sharing)
         if parameter.grad is None:
@@ -81,24 +82,24 @@ class GradientHooks:
             parameter.grad.zero_()
 
 
-def _users(parameter: nn.Parameter) -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """The hooks of a parameter, before and after its gradient is accumulated.
+def _user_hooks(parameter: nn.Parameter) -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Return the hooks of a parameter that run before, and after, its gradient is accumulated.
 
     Returns:
-        For both, torch's dict and those in it that are the user's.
+        For both, torch's dict of hooks, and the user's hooks in it.
     """
     return [
-        (hooks, {key: hook for key, hook in hooks.items() if not _is_the_reducers(hook)})
+        (hooks, {key: hook for key, hook in hooks.items() if not _is_of_reducer(hook)})
         for hooks in gradient_hooks(parameter)
     ]
 
 
-def _is_the_reducers(hook: Any) -> bool:
+def _is_of_reducer(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", None), GradientReducer)
 
 
 def _sum_over(parameter: nn.Parameter, sharing: dist.ProcessGroup | None) -> Tensor | None:
-    """The sum of a parameter's gradients over some ranks; None where none of them has one."""
+    """Return the sum of a parameter's gradients over ranks; None if none of them has one."""
     gradient = parameter.grad
     if sharing is None:
         return gradient

@@ -1,10 +1,10 @@
-"""Checkpoints activations: saves the inputs of a segment of layers and computes the rest again.
+"""Activation checkpointing: saves the inputs of a segment of layers and recomputes the rest.
 
-``torch.utils.checkpoint`` takes one function, but the layers of a pipeline are called one by one by
-the user's code, which may do anything in between. So a segment grows with each call. An input that
-is an output of the layer before is not kept, as the second pass computes it again: a segment of k
-layers keeps its first input, and other inputs such as a mask. It also keeps what collectives inside
-of layers return, so that none runs twice.
+``torch.utils.checkpoint`` takes one function, but the user's code calls the layers of a pipeline
+one by one, with other code in between. So a segment grows with each call. An input that is an
+output of the layer before is not saved, as the second pass computes it again: a segment of k layers
+saves its first input, and other inputs such as a mask. The results of collectives inside layers are
+saved, too, so that none runs twice.
 """
 
 from __future__ import annotations
@@ -40,36 +40,37 @@ Contexts = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class ActivationCheckpointing:
-    """Which layers form a segment, and what that saves.
+    """The division of a stage's layers into segments.
 
-    With segments of the square root of a stage's layers, rounded up, as many inputs are kept as
-    layers are recomputed at a time (Chen et al., 2016, arXiv 1604.06174), as in AxoNN.
+    With "sqrt", a segment has the square root of the number of a stage's layers, rounded up, so
+    that about as many inputs are saved as layers are recomputed at a time (Chen et al., 2016, arXiv
+    1604.06174), as in AxoNN: 9 layers form 3 segments of 3.
     """
 
     every: int | Literal["sqrt"]
     device: torch.device
     kept_bytes: int = 0
-    """Bytes of results of collectives that second passes have read instead of running them."""
+    """Bytes of the results of collectives that second passes have read instead of running them."""
 
     def begins_segment(self, position: int, layers: int) -> bool:
-        """Whether the layer at a position of a stage of so many layers is a segment's first."""
+        """Whether a segment begins with the layer at ``position`` of a stage of ``layers``."""
         length = isqrt(layers - 1) + 1 if self.every == "sqrt" else self.every
         return position % length == 0
 
     def count(self, nbytes: int) -> None:
-        """Add to the bytes that collectives need not send again."""
+        """Add to :attr:`kept_bytes`."""
         self.kept_bytes += nbytes
 
 
 @dataclass(frozen=True)
-class _Earlier:
-    """Replaces an output of the layer before, by its index among the leaves."""
+class _PreviousOutput:
+    """An input that is an output of the layer before: its index among the output's leaves."""
 
     leaf: int
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _SavedInput:
     """An input, without its graph, and its version when the layer was called."""
 
     tensor: Tensor
@@ -77,11 +78,11 @@ class _Kept:
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Kept:
+    def of(cls, tensor: Tensor) -> _SavedInput:
         return cls(tensor.detach(), tensor.requires_grad, version_of(tensor))
 
     def again(self, name: str) -> Tensor:
-        """The input as a leaf of a new graph."""
+        """Return the input as a leaf of a new graph."""
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"An input of layer {name!r}, of shape {tuple(self.tensor.shape)}, was changed in "
@@ -123,6 +124,8 @@ class _GlobalState:
 
 @dataclass(frozen=True)
 class _Call:
+    """A call of a layer in the first pass."""
+
     name: str
     compute: Callable[..., Any]
     inputs: Any
@@ -130,11 +133,13 @@ class _Call:
     remembered: Contexts
     buffers: list[Tensor]
 
-    def again(self, earlier: list[Any]) -> Any:
+    def again(self, previous_outputs: list[Any]) -> Any:
+        """Compute the layer again."""
+
         def restore(leaf: Any) -> Any:
-            if isinstance(leaf, _Earlier):
-                return earlier[leaf.leaf]
-            return leaf.again(self.name) if isinstance(leaf, _Kept) else leaf
+            if isinstance(leaf, _PreviousOutput):
+                return previous_outputs[leaf.leaf]
+            return leaf.again(self.name) if isinstance(leaf, _SavedInput) else leaf
 
         args, kwargs = tree_map(restore, self.inputs)
         try:
@@ -151,13 +156,13 @@ class _Call:
 class Segment:
     """Consecutive layers of one micro-batch that are computed a second time in backward.
 
-    The second pass draws the same random numbers from torch's generators, and does not change the
+    The second pass draws the same random numbers from torch's generators, and changes neither the
     generators nor buffers such as running means.
 
     Args:
         device: device of the layers.
-        remember: called with a layer before it is computed; returns what makes a context in which
-            the layer reads again what it reads now, and after which what it changes is undone.
+        remember: called with a layer before it is computed; returns a function that makes a context
+            in which the layer has its present attributes, and after which its changes are undone.
         count: called with the bytes that a collective need not send again.
     """
 
@@ -182,8 +187,8 @@ class Segment:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Compute the next layer of the segment without keeping what autograd saves."""
-        inputs = tree_map_only(Tensor, self._keep, (args, dict(kwargs)))
+        """Compute the next layer of the segment without the tensors that autograd saves."""
+        inputs = tree_map_only(Tensor, self._saved_input, (args, dict(kwargs)))
         state, remembered = _GlobalState(self._device), self._remember(layer)
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with saved, self._collectives.kept():
@@ -195,12 +200,12 @@ class Segment:
         ]
         return output
 
-    def _keep(self, tensor: Tensor) -> _Earlier | _Kept:
+    def _saved_input(self, tensor: Tensor) -> _PreviousOutput | _SavedInput:
         for index, output in enumerate(self._outputs):
             # The second pass could not compute a tensor that was changed in place since.
             if output is not None and output[0]() is tensor and output[1] == version_of(tensor):
-                return _Earlier(index)
-        return _Kept.of(tensor)
+                return _PreviousOutput(index)
+        return _SavedInput.of(tensor)
 
     def _pack(self, tensor: Tensor) -> int:
         self._shapes.append(tensor.shape)

@@ -1,8 +1,8 @@
-"""Differentiates the losses of micro-batches one by one, as soon as they are there.
+"""Differentiates the loss of each micro-batch as soon as it is computed ("by parts").
 
-So a stage holds few micro-batches at a time. It is right for losses that are means or sums over
-samples; the first micro-batch that shows another one makes the batch void: its gradients are
-dropped, and it runs again as a whole.
+A stage then holds few micro-batches at a time. This is right for losses that are means or sums over
+samples. If a micro-batch shows another kind of loss, the gradients of the batch are dropped, and it
+runs again as a whole.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from lightning_axosparse.support.object_trees import object_leaves
 
 
 class PartLog(Protocol):
-    """What the steps of micro-batches log: ``strategy.step.effects.StepEffects``."""
+    """The log calls of micro-batches: ``strategy.step.effects.StepEffects``."""
 
     def of_part(self, note_of: Callable[[Tensor], Note]) -> Any:
-        """Make a context in which a step on a micro-batch logs, and all else is discarded."""
+        """Return a context in which a run on a micro-batch logs, and other effects are undone."""
 
     def combined(self, sizes: Sequence[int]) -> Sequence[Any] | None:
-        """What the batch logs, of what its micro-batches have; None if these do not make it up."""
+        """Return the log calls of the batch; None if they do not follow from micro-batches."""
 
-    def part_has_others(self, output: Any) -> bool:
-        """Whether that step has done something else that counts, or returned it."""
+    def part_has_other_effects(self, output: Any) -> bool:
+        """Whether that run had other effects, or returned more than the loss."""
 
 
-class FollowedLosses:
-    """The losses of the micro-batches of a batch, and what they are.
+class TrackedLosses:
+    """The losses of the micro-batches of a batch, and their weights.
 
     Args:
         batch: the batch.
-        tracker: follows what steps make of samples.
-        stage: the stage that runs them.
-        may_guess: whether a loss of which nothing is known counts as a mean over samples.
+        tracker: records how tensors depend on samples.
+        stage: the stage that runs the steps.
+        may_guess: whether a loss of unknown form is taken for a mean over samples.
 
     Attributes:
-        weights: of the losses.
-        losses: the losses.
-        functions: hashes of the functions that steps have called; with the numbers that these were
-            given where the batch has numbers or texts, which may be those.
+        weights: the loss weights.
+        losses: one scalar tensor for each micro-batch.
+        functions: hashes of the functions that the steps have called. Where the batch has numbers
+            or texts, they include numbers among the arguments, which may come from it.
     """
 
     def __init__(
@@ -69,65 +69,67 @@ class FollowedLosses:
         self.weights = LossWeights(batch.sizes, may_guess)
         self.losses: list[Tensor] = []
         self.functions: set[int] = set()
-        self._ways: dict[int, int] = {}
+        self._hashes: dict[int, int] = {}
+        """The hash of the functions, at 0, and that of the program for each number of samples."""
         leaves = object_leaves(batch.whole.batch, (Tensor, int, float, str, np.ndarray))
-        self._wholes = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._has_numbers = len(self._wholes) < len(leaves)
+        self._batch_tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self._has_numbers = len(self._batch_tensors) < len(leaves)
 
-    def begin_batch(self, given: Any, part: MicroBatch, received: Activation) -> None:
-        """Take in the micro-batch whose run begins, and what it received."""
+    def begin_run(self, batch_part: Any, part: MicroBatch, received: Activation) -> None:
+        """Begin a run on a micro-batch; ``received`` is the activation of the previous stage."""
         self._tracker.begin(part.size, self._batch.numbers.get(self._stage))
         for _, value in keyed_values(received):
             if isinstance(value, Tensor):
                 self._tracker.add(value, self._by_shape(value))
-        for whole, own in zip(self._wholes, object_leaves(given, Tensor), strict=False):
+        own_tensors = object_leaves(batch_part, Tensor)
+        for whole, own in zip(self._batch_tensors, own_tensors, strict=False):
             if own.shape == whole.shape and len(self._batch.microbatches) > 1:
                 is_alike = own.dim() > 0 or torch.equal(whole, own)
                 self._tracker.add(own, "alike" if is_alike else None)
             else:
-                found = axes(whole.shape, own.shape, self._batch.whole.size, part.size)
-                self._tracker.add(own, found[0] if found else None)
+                candidates = axes(whole.shape, own.shape, self._batch.whole.size, part.size)
+                self._tracker.add(own, candidates[0] if candidates else None)
 
-    def follow_output(self, output: Any) -> None:
-        """Take in what the last layer gives; what was called before it is seen in that."""
+    def track_output(self, output: Any) -> None:
+        """Track the output of the last layer, and hash only the functions behind it."""
         self._tracker.begin_end()
         known = self._batch.layouts.known
         for leaf, tensor in enumerate(object_leaves(output, Tensor)):
             self._tracker.add(tensor, known.get(("output", leaf), self._by_shape(tensor)))
 
-    def follow_layer(self, output: Any) -> None:
-        """Take in what another layer gives."""
+    def track_layer(self, output: Any) -> None:
+        """Track the output of another layer."""
         for tensor in object_leaves(output, Tensor):
             self._tracker.add(tensor, self._by_shape(tensor))
 
     def _by_shape(self, tensor: Tensor) -> Axis | None:
-        """How the samples mostly lie, where no comparison has shown it."""
+        """Return the usual layout of samples, for tensors that no comparison has seen."""
         return Axis(0) if tensor.shape[:1] == (self._tracker.samples,) else None
 
     def add(self, output: Any, part: MicroBatch) -> None:
-        """Take in what the step has returned for a micro-batch."""
+        """Add the loss in the output of the step on a micro-batch."""
         self.losses.append(loss_of(output))
         functions, program = self._tracker.functions, self._tracker.program
-        note = self._tracker.of_tensor(self.losses[-1])
+        note = self._tracker.note_of(self.losses[-1])
         self.weights.add(note)
         kind = note.kind if isinstance(note, Total) else None
         self.functions.add(hash((program if self._has_numbers else functions, kind)))
-        ways = {0: functions, part.size: program}  # Numbers may follow from the samples.
-        if any(self._ways.setdefault(size, way) != way for size, way in ways.items()):
+        hashes = {0: functions, part.size: program}  # Numbers may depend on the samples.
+        if any(self._hashes.setdefault(size, each) != each for size, each in hashes.items()):
             self.weights.fail("micro-batches compute it in different ways")
 
 
 class PartedStageStep(TrainingStageStep):
-    """The last stage where losses are differentiated micro-batch by micro-batch.
+    """The last stage, where losses are differentiated by parts.
 
     Args:
         shared: as for :class:`TrainingStageStep`.
-        tracker: follows what steps make of samples.
-        log: what they log.
-        keeps: whether what layers give is kept, for a run of the end of the step on the batch.
-        known: the functions that steps call where comparison has shown that this is right; None
-            where there was none.
-        may_guess: whether a loss of which nothing is known counts as a mean over samples.
+        tracker: records how tensors depend on samples.
+        log: records the log calls of micro-batches.
+        keeps: whether to keep the layer outputs, for a run of the end of the step on the batch.
+        known: hashes of the functions for which a comparison has shown that by parts is right; None
+            if there was no comparison.
+        may_guess: whether a loss of unknown form is taken for a mean over samples.
         more: as for :class:`TrainingStageStep`.
     """
 
@@ -143,40 +145,40 @@ class PartedStageStep(TrainingStageStep):
     ) -> None:
         super().__init__(*shared, **more)
         self._tracker, self._log, self._keeps, self._known = tracker, log, keeps, known
-        self.followed = FollowedLosses(self.batch, tracker, self.stage, may_guess)
+        self.tracked = TrackedLosses(self.batch, tracker, self.stage, may_guess)
         self.activations: list[Activation] = []
-        """What layers gave to the end of the step, if that is kept."""
+        """The layer outputs that the end of the step receives, if they are kept."""
         self.returns_mapping = False
         """Whether the step returns a dict with the loss."""
         self._count = len(self.batch.microbatches)
 
     def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, to its end."""
-        part, followed = self.batch.microbatches[microbatch], self.followed
+        part, tracked = self.batch.microbatches[microbatch], self.tracked
         visit: Visit | None = None
         try:
             if received is not None and received.content.has_failed:
                 raise FirstRead
             visit = self._visits[microbatch] = self._visit(microbatch, received or NOTHING)
-            visit.ends_behind_layers, visit.behind_layers = False, followed.follow_output
-            visit.behind_layer = followed.follow_layer
+            visit.ends_behind_layers, visit.behind_layers = False, tracked.track_output
+            visit.behind_layer = tracked.track_layer
             visit.sent = visit.sent if self._keeps else None
             measured = self._limit.measured(self.stage, visit.tensors)
-            with self._log.of_part(self._tracker.of_tensor), measured:
+            with self._log.of_part(self._tracker.note_of), measured:
                 output = self._run_step(visit, part, [self._tracker])
-            followed.add(output, part)
+            tracked.add(output, part)
             self.returns_mapping = isinstance(output, Mapping)
-            if self._log.part_has_others(output) and not self._keeps:
-                self.again = "has others"
+            if self._log.part_has_other_effects(output) and not self._keeps:
+                self.again = "has other effects"
         except FirstRead:
-            followed.losses.append(Tensor())
+            tracked.losses.append(Tensor())
             self.again = "reads"
         if visit is not None and visit.sent_here is not None:
             self.activations.append(relink(visit.sent_here)[1].content)
         return Activation()
 
-    def _given(self, batch: Any, part: MicroBatch, visit: Visit) -> None:
-        self.followed.begin_batch(batch, part, visit.received)
+    def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
+        self.tracked.begin_run(batch_part, part, visit.received)
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         is_last = microbatch == self._count - 1
@@ -184,29 +186,29 @@ class PartedStageStep(TrainingStageStep):
             self.again = self._why_again()
         if self.again or self.problem:
             return Gradients((), None)
-        return Gradients((), self.followed.weights.factor() if is_last else 1.0)
+        return Gradients((), self.tracked.weights.factor() if is_last else 1.0)
 
     def _why_again(self) -> Again:
-        if self._known is not None and not self.followed.functions <= {*self._known}:
+        if self._known is not None and not self.tracked.functions <= {*self._known}:
             return "calls others"
         is_logged = self._keeps or self._log.combined(self.batch.sizes) is not None
-        return "" if is_logged else "has others"
+        return "" if is_logged else "has other effects"
 
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
-        loss, weights = self.followed.losses[microbatch], self.followed.weights
+        loss, weights = self.tracked.losses[microbatch], self.tracked.weights
         weight = 0.0 if self.is_void else weights.weight(microbatch)
         if weight:
             self._backward.differentiate(loss * weight)
-        else:  # It counts for nothing, such as padding: its loss may be NaN.
+        else:  # It is all padding, for example: its loss may be NaN.
             exchange_nothing([loss])
-        self.followed.losses[microbatch] = loss.detach()
+        self.tracked.losses[microbatch] = loss.detach()
 
     @property
     def problem(self) -> str:
         """Why the batch has to run again as a whole; empty if it does not."""
-        return self.followed.weights.problem
+        return self.tracked.weights.problem
 
     @property
     def loss(self) -> Tensor:
         """The loss of the batch."""
-        return self.followed.weights.combined(self.followed.losses)
+        return self.tracked.weights.combined(self.tracked.losses)

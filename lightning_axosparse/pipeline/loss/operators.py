@@ -1,15 +1,17 @@
-"""What operators make of the samples of a micro-batch, by their names.
+"""Rules for how the output of an operator depends on the samples of a micro-batch.
 
-While a step runs on a micro-batch, each tensor outside the layers is one of the following:
+While a step runs on a micro-batch, each tensor outside the layers has one of these notes:
 
-    ROWS        values of samples, which lie along the first dimension, each computed from its own
-    Total       added up over samples, or averaged over a denominator
-    EXTREME     whether all, or any, values are true; the least and the largest of them
+    ROWS        one row a sample along the first dimension, computed from that sample alone
+    Total       a sum over samples, or a mean over a denominator
+    EXTREME     whether all, or any, values are true; the smallest or the largest of them
     CONSTANT    the same for all micro-batches: parameters, buffers, numbers
-    FILLED      one number in all places, however many there are
+    FILLED      one number in all entries, whatever the shape
     Unknown     anything else: samples are compared, counted, sorted, drawn at random
 
-What an operator makes of them says its rule; the table of all rules is at the end.
+An operator's rule gives the note of its output by those of its inputs: for a loss
+``((x - y) ** 2).mean()`` of two ROWS of shape (4, 3), ``sub`` and ``pow`` give ROWS, and ``mean``
+a Total with denominator 12. The table of all rules is at the end.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from lightning_axosparse.support.torch_internals import (
 
 
 class Total(NamedTuple):
-    """What was made of values of all samples.
+    """The note of a sum or a mean over samples.
 
     Attributes:
-        kind: whether the batch has the sum of micro-batches, or the mean by their denominators.
-        counts: these denominators.
+        kind: whether the batch has the sum of its micro-batches' values, or their weighted mean.
+        denominators: of a mean; several where means are added up.
     """
 
     kind: Literal["sum", "mean"]
-    counts: frozenset[float] = frozenset()
+    denominators: frozenset[float] = frozenset()
 
 
 class Unknown(NamedTuple):
-    """What cannot be followed, and why."""
+    """The note of a tensor that cannot be tracked, with the reason."""
 
     reason: str = ""
 
@@ -60,34 +62,37 @@ Note: TypeAlias = Total | Unknown | Literal["rows", "extreme", "constant", "fill
 
 
 class Call(NamedTuple):
-    """A call of an operator on a micro-batch of some samples, and what it was given."""
+    """A call of an operator on a micro-batch of ``samples``.
+
+    ``tensors`` are the tensors among its arguments, and ``notes`` their notes.
+    """
 
     operator: Operator
     args: Any
     kwargs: Any
-    given: Sequence[Tensor]
+    tensors: Sequence[Tensor]
     notes: Sequence[Note]
     output: Any
     samples: int
 
     def argument(self, *names: str) -> Any:
-        """The argument of one of these names, or its default."""
+        """Return the argument of one of these names, or its default."""
         return argument(self.operator.function, names, self.args, self.kwargs)
 
     def dims(self) -> list[int]:
-        """The dimensions along which it mixes entries."""
+        """Return the dimensions along which entries are combined."""
         dims = self.argument("dim", "dims")
-        count = max(tensor.dim() for tensor in [self.given[0], *tensors_in(self.output)])
+        count = max(tensor.dim() for tensor in [self.tensors[0], *tensors_in(self.output)])
         dims = range(count) if dims is None or dims == [] else dims
         return [dim % max(1, count) for dim in ([dims] if isinstance(dims, int) else dims)]
 
     def are_constant(self, first: int = 0, end: int | None = None) -> bool:
-        """Whether some of its tensors are."""
+        """Whether the tensors from ``first`` to ``end`` are the same for all micro-batches."""
         return all(note in (CONSTANT, FILLED) for note in self.notes[first:end])
 
     def rows(self, count: int | None = None) -> Note | None:
-        """ROWS if its first tensors are aligned rows, and others the same for all samples."""
-        pairs = list(zip(self.given[:count], self.notes[:count], strict=True))
+        """Return ROWS if some tensors are aligned rows and the others the same for all samples."""
+        pairs = list(zip(self.tensors[:count], self.notes[:count], strict=True))
         dims, lengths = max(tensor.dim() for tensor, _ in pairs), set()
         for tensor, note in pairs:
             if note == ROWS and tensor.dim() == dims:
@@ -108,9 +113,9 @@ def _mean(count: float) -> Total:
 
 
 def _linear(call: Call) -> Note | None:
-    """Sums of totals, and one total times a constant."""
+    """A sum of totals, or one total times a constant."""
     totals = [note for note in call.notes if isinstance(note, Total)]
-    rounds = call.given[0].is_floating_point() and not call.output.is_floating_point()
+    rounds = call.tensors[0].is_floating_point() and not call.output.is_floating_point()
     if not totals or rounds:
         return call.rows()
     kind, last = totals[0].kind, call.args[-1]
@@ -121,13 +126,14 @@ def _linear(call: Call) -> Note | None:
         return totals[0] if len(totals) == 1 else None
     if kind == "sum":
         number = last if isinstance(last, (int, float)) else 0
-        # Something small keeps a denominator from being zero.
+        # A small number may keep a denominator from being zero.
         if others or (number and not 0 < number <= 1e-5):
             return None
-    return Total(kind, frozenset().union(*(total.counts for total in totals)))
+    return Total(kind, frozenset().union(*(total.denominators for total in totals)))
 
 
 def _quotient(call: Call) -> Note | None:
+    """A quotient; a sum divided by a number of samples or entries is a mean."""
     above, below = call.notes[0], call.args[1]
     if not isinstance(above, Total) or call.kwargs:  # It may round.
         return call.rows()
@@ -141,29 +147,32 @@ def _quotient(call: Call) -> Note | None:
 
 
 def _clamped(call: Call) -> Note | None:
-    """Rows, or a denominator that a minimum leaves as it is, as it does that of the batch."""
-    before, after = call.given[0], call.output
+    """Rows, or a denominator that a minimum does not change, and so does not in the batch."""
+    before, after = call.tensors[0], call.output
     is_count = call.notes == [Total("sum")] and not before.requires_grad and after is not before
     keeps = is_count and call.argument("max") is None and torch.equal(before, after)
     return Total("sum") if keeps else call.rows()
 
 
 def _equal(call: Call) -> Note | None:
-    """Whether all values hold, by how many of them do."""
-    is_count = call.notes == [Total("sum")] and not call.given[0].is_floating_point()
+    """A comparison of rows, or of the number of true values with all, which is ``all()``."""
+    is_count = call.notes == [Total("sum")] and not call.tensors[0].is_floating_point()
     return EXTREME if is_count and call.args[1] % call.samples == 0 else call.rows()
 
 
 def _extreme(call: Call) -> Note | None:
+    """A reduction of all entries to an extreme, or of each row."""
     return EXTREME if call.notes == [ROWS] and call.argument("dim") is None else _along(call)
 
 
 def _along(call: Call) -> Note | None:
+    """An operator that combines entries within each row."""
     return None if 0 in call.dims() else call.rows()
 
 
 def _reduced(call: Call) -> Note | None:
-    dims, shape = call.dims(), call.given[0].shape
+    """A sum or a mean."""
+    dims, shape = call.dims(), call.tensors[0].shape
     if isinstance(call.notes[0], Total):
         return call.notes[0]
     if call.notes != [ROWS] or 0 not in dims:
@@ -173,20 +182,20 @@ def _reduced(call: Call) -> Note | None:
 
 
 def _loss(call: Call) -> Note | None:
-    """Losses with a reduction; of classes torch also returns the denominator."""
+    """A loss with a reduction; for losses of classes, torch also returns the denominator."""
     has_count = not isinstance(call.output, Tensor)
     is_alone = call.notes[:2] == [ROWS, ROWS] if has_count else call.rows(2) == ROWS
-    if not is_alone or not call.are_constant(2):  # Such as weights that were counted in samples.
+    if not is_alone or not call.are_constant(2):  # Class weights may be counted in samples.
         return None
-    count = call.output[1] if has_count else max(tensor.numel() for tensor in call.given[:2])
+    count = call.output[1] if has_count else max(tensor.numel() for tensor in call.tensors[:2])
     return (ROWS, _mean(float(count)), Total("sum"))[call.argument("reduction")]
 
 
 def _view(call: Call) -> Note | None:
-    """Rows if the first dimension still spans all samples, and whole ones."""
+    """Rows if the first dimension still spans all samples, and does not divide one."""
     if call.notes[0] != ROWS:
         return call.notes[0]
-    whole = call.given[0]
+    whole = call.tensors[0]
     span, stride = len(whole) * whole.stride(0), whole.stride(0)
     for part in tensors_in(call.output):
         step = part.stride(0) if part.dim() else 0
@@ -204,29 +213,29 @@ def _joined(call: Call) -> Note | None:
 
 
 def _batched(call: Call) -> Note | None:
-    """Operators on the samples in one tensor, whose others are constant."""
+    """An operator on each row of one tensor, with constant others."""
     place = 1 if call.operator.name in ("addmm", "embedding") else 0
     is_alone = call.are_constant(0, place) and call.are_constant(place + 1)
     if not is_alone or call.notes[place] != ROWS:
         return None
-    return ROWS if len(call.given[place]) == len(tensors_in(call.output)[0]) else None
+    return ROWS if len(call.tensors[place]) == len(tensors_in(call.output)[0]) else None
 
 
 def _indexed(call: Call) -> Note | None:
-    """Rows of a table, or rows that a mask chooses."""
-    if call.args[1][0] is None or len(call.given) != 2 or call.notes[1] != ROWS:
+    """Rows of a table, or rows selected by a mask."""
+    if call.args[1][0] is None or len(call.tensors) != 2 or call.notes[1] != ROWS:
         return None
-    is_mask = call.given[1].dtype is torch.bool
+    is_mask = call.tensors[1].dtype is torch.bool
     return ROWS if (call.notes[0] == ROWS if is_mask else call.are_constant(0, 1)) else None
 
 
 def _filled(call: Call) -> Note | None:
-    """One number; also what is to be filled."""
+    """A new tensor, or one that is overwritten, with one number in all entries."""
     return FILLED if call.are_constant(1) else None
 
 
 def _unknown(call: Call) -> None:
-    """Operators that are not in the table."""
+    """An operator that is not in the table."""
 
 
 _RULES: dict[Rule, str] = {
@@ -249,21 +258,21 @@ _RULES: dict[Rule, str] = {
     _view: "unsafe_view",
     Call.rows: "copy log_sigmoid_forward masked_select",
 }
-"""What operators make of samples. Those that torch knows to be pointwise, or views, are besides."""
+"""The operators of each rule, besides those that torch marks as pointwise or as views."""
 
 _RULE_OF = {name: rule for rule, names in _RULES.items() for name in names.split()}
 
 
 class Operator(NamedTuple):
-    """An operator.
+    """An operator of torch and its rule.
 
     Attributes:
-        function: torch's.
-        name: the same where it works in place.
-        rule: what it makes of samples.
+        function: torch's overload.
+        name: without namespace and overload; the same for the in-place variant.
+        rule: gives the note of the output.
         draws: whether it draws random numbers.
         writes: whether it changes an argument in place.
-        spreads: whether it makes one number in all places of one.
+        spreads: whether FILLED inputs give a FILLED output.
     """
 
     function: Any
@@ -275,8 +284,8 @@ class Operator(NamedTuple):
 
 
 @cache
-def known(function: Any) -> Operator:
-    """What is known of an operator."""
+def operator_of(function: Any) -> Operator:
+    """Look up the rule of an operator."""
     name, draws = name_of(function).removeprefix("aten::").strip("_"), is_random(function)
     default = _view if is_view(function) else Call.rows if is_pointwise(function) else _unknown
     rule = _unknown if draws else _RULE_OF.get(name, default)
@@ -284,8 +293,8 @@ def known(function: Any) -> Operator:
     return Operator(function, name, rule, draws, function._schema.is_mutable, spreads)
 
 
-def made_of(call: Call) -> Note:
-    """What an operator makes of what it was given."""
+def output_note(call: Call) -> Note:
+    """Return the note of an operator's output."""
     operator = call.operator
     if {*call.notes} <= {CONSTANT, FILLED} and operator.rule is not _filled and not operator.draws:
         return FILLED if operator.spreads and {*call.notes} == {FILLED} else CONSTANT
@@ -295,5 +304,5 @@ def made_of(call: Call) -> Note:
     for each in call.notes:
         if isinstance(each, Unknown) and each.reason:
             return each
-    does = "draws random numbers" if operator.draws else "is not known to treat each sample alone"
-    return Unknown(f"torch.{operator.name} {does}")
+    action = "draws random numbers" if operator.draws else "is not known to treat each sample alone"
+    return Unknown(f"torch.{operator.name} {action}")

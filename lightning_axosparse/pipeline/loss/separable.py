@@ -1,8 +1,8 @@
-"""Finds out whether a loss is a mean or a sum over samples.
+"""Determines whether a loss is a mean or a sum over samples.
 
-Only such a loss can be differentiated micro-batch by micro-batch. While a step runs on one, a
-tracker notes of each tensor outside the layers what it is (``loss.operators``). So it is found
-which way to try. Whether it gives the loss and the gradient of the whole batch is compared
+Only such a loss can be differentiated by parts. While a step runs on a micro-batch, a tracker
+records how each tensor outside the layers depends on the samples (``loss.operators``). The result
+only suggests by parts: a comparison checks whether loss and gradients are those of the whole batch
 (``strategy.step.comparison``).
 """
 
@@ -24,8 +24,8 @@ from lightning_axosparse.pipeline.loss.operators import (
     Call,
     Note,
     Unknown,
-    known,
-    made_of,
+    operator_of,
+    output_note,
 )
 from lightning_axosparse.pipeline.rng import SampledNumbers
 from lightning_axosparse.support.torch_internals import (
@@ -38,15 +38,16 @@ from lightning_axosparse.support.torch_internals import (
 
 
 class SampleTracker(PausableOperatorMode):
-    """Follows what a step makes of the samples of a micro-batch, outside the layers.
+    """Records how tensors outside the layers depend on the samples of a micro-batch.
 
     Args:
         constants: tensors of the module.
 
     Attributes:
-        samples: of the micro-batch.
-        functions: a hash of the operators that were called, and of what held for all values.
-        program: the same, and of the numbers that they were given.
+        samples: number of samples in the micro-batch.
+        functions: hash of the operators that were called, and of the results of ``all`` or ``any``
+            over samples.
+        program: the same, with the numbers among the operators' arguments.
     """
 
     def __init__(self, constants: Sequence[Tensor] = ()) -> None:
@@ -59,33 +60,33 @@ class SampleTracker(PausableOperatorMode):
 
     @cached_property
     def _constants(self) -> set[int]:
-        """The memory of tensors of the module."""
+        """The numbers of the storages of the module's tensors."""
         return {memory_of(each)[0] for each in self._tensors}
 
     def begin(self, samples: int, numbers: SampledNumbers | None = None) -> None:
-        """Begin to follow a run of the step on a micro-batch.
+        """Begin a run of the step on a micro-batch.
 
         Args:
-            samples: of the micro-batch.
-            numbers: gives it its random numbers; None if it draws others than the batch.
+            samples: number of samples in the micro-batch.
+            numbers: the source of its part of the batch's random numbers; None if it draws its own.
         """
         self.samples, self._numbers = samples, numbers
         self._forget("")
         self.begin_end()
 
     def begin_end(self) -> None:
-        """Take in that the step goes on behind the last layer."""
+        """Begin the end of the step: hash only the operators behind the last layer."""
         self.functions, self.program = 0, 0
 
     def add(self, tensor: Tensor, layout: object) -> None:
-        """Say how the samples lie in something that a layer gives, or that is in the batch."""
+        """Add an output of a layer, or a tensor of the batch, by its layout of samples."""
         if isinstance(layout, Axis) and layout.dim == 0 and layout.views == 1:
             self._notes[memory_of(tensor)] = tensor, ROWS
         elif layout == "alike":
             self._notes[memory_of(tensor)] = tensor, CONSTANT
 
-    def of_tensor(self, tensor: Tensor) -> Note:
-        """What a tensor is."""
+    def note_of(self, tensor: Tensor) -> Note:
+        """Return the note of a tensor."""
         key = memory_of(tensor)
         noted = self._notes.get(key)
         if noted is not None:
@@ -94,12 +95,12 @@ class SampleTracker(PausableOperatorMode):
         return CONSTANT if is_constant else Unknown(self._problem)
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator, and note what it makes."""
-        operator, leaves = known(func), tree_leaves((args, kwargs))
-        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        notes = [self.of_tensor(tensor) for tensor in given]
+        """Run an operator and record the note of its output."""
+        operator, leaves = operator_of(func), tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        notes = [self.note_of(tensor) for tensor in tensors]
         if func is not torch.ops.aten.detach.default:  # It computes nothing.
-            numbers = [n for n in (args if given else leaves) if isinstance(n, (int, float))]
+            numbers = [n for n in (args if tensors else leaves) if isinstance(n, (int, float))]
             numbers = [n for n in numbers if n == n]  # NaN is never the same number.
             self.functions = hash((self.functions, func))
             self.program = hash((self.program, func, *numbers))
@@ -109,36 +110,36 @@ class SampleTracker(PausableOperatorMode):
         if written and not written.isdisjoint(self._constants):
             self._forget(f"torch.{operator.name} writes to a tensor of the module")
         output = func(*args, **kwargs)
-        made = [output] if isinstance(output, Tensor) else tensors_in(output)
-        found = [memory_of(tensor) for tensor in made]
-        if len(found) == 1 and found[0] in self._notes and not written:
+        outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
+        keys = [memory_of(tensor) for tensor in outputs]
+        if len(keys) == 1 and keys[0] in self._notes and not written:
             return output  # It is the same tensor.
-        note = self._noted(Call(operator, args, kwargs, given, notes, output, self.samples))
+        note = self._output_note(Call(operator, args, kwargs, tensors, notes, output, self.samples))
         note = Unknown(self._problem) if self._problem else note
         for key in [key for key in self._notes if key[0] in written] if written else ():
             if note not in (ROWS, FILLED) or self._notes[key][1] != ROWS:
                 del self._notes[key]
-        self._notes.update({key: (each, note) for key, each in zip(found, made, strict=True)})
+        self._notes.update({key: (each, note) for key, each in zip(keys, outputs, strict=True)})
         return output
 
     def _forget(self, problem: str) -> None:
-        """Drop what is known, and for a reason what the step is going to make as well."""
+        """Drop all notes; with a ``problem``, later tensors are unknown for this reason."""
         self._problem, self._notes = problem, {}
 
-    def _noted(self, call: Call) -> Note:
-        """What an operator makes."""
+    def _output_note(self, call: Call) -> Note:
+        """Return the note of an operator's output, with the cases that concern the whole step."""
         name, numbers = call.operator.name, self._numbers
         if call.operator.draws and numbers and not numbers.problem and not numbers.dim:
             return CONSTANT if numbers.dim is None else ROWS
         if name == "local_scalar_dense":
-            self._take(call.notes[0], call.output)
-        elif name == "lift_fresh":  # It is made of numbers: those of samples differ.
+            self._read_number(call.notes[0], call.output)
+        elif name == "lift_fresh":  # A tensor of Python numbers: those of samples differ.
             self.program = hash((self.program, str(call.output.tolist())))
             return FILLED if call.output.dim() == 0 else CONSTANT
-        return made_of(call)
+        return output_note(call)
 
-    def _take(self, note: Note, value: Any) -> None:
-        """Take in that the step takes a number out of a tensor."""
+    def _read_number(self, note: Note, value: Any) -> None:
+        """Record that the step reads a Python number from a tensor."""
         if note == EXTREME:  # Where micro-batches agree on it, so does the batch.
             self.functions = hash((self.functions, value if isinstance(value, bool) else 0))
         elif isinstance(value, bool) and note not in (CONSTANT, FILLED):

@@ -1,1 +1,1 @@
-"""What a step changes on a module, in micro-batches as it would in one batch."""
+"""The state of a module that steps change, once a batch rather than once a micro-batch."""

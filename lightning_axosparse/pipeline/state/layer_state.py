@@ -1,10 +1,11 @@
-"""Lets the micro-batches of a batch find layers in the state that the whole batch would find.
+"""Lets every micro-batch of a batch begin with the layer state from before the batch.
 
 A layer that counts its calls, or iterates a spectral norm, does so once a batch: every micro-batch
-begins with a copy of what there was before the batch, and what all of them make of it alike is what
-the batch leaves. What depends on the samples, such as running statistics, changes with each
-micro-batch, as with gradient accumulation. Which attributes are of the first kind is seen where a
-batch is compared with its micro-batches (``strategy.step.comparison``).
+begins with a copy of the attribute's value before the batch, and as all of them change it to the
+same value, the batch does, too: a counter of calls is 7 before four micro-batches, 8 after each of
+them, and 8 after the batch. Attributes that depend on the samples, such as running statistics,
+change with each micro-batch, as with gradient accumulation. A comparison of a batch with its
+micro-batches shows which attributes are of the first kind (``strategy.step.comparison``).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.state.module_state import (
     AttributePath,
-    held_by,
-    hold,
+    attribute_value,
     owner_of,
+    set_attribute,
     value_at,
 )
 from lightning_axosparse.pipeline.state.values import copied, overwrite, same
@@ -31,9 +32,9 @@ from lightning_axosparse.support.troubleshooting import see
 
 @dataclass
 class _Counted:
-    """An attribute of a layer, and what micro-batches have made of it."""
+    """An attribute of a layer, with its values after each micro-batch of the batch."""
 
-    place: AttributePath
+    path: AttributePath
     stage: int
     owner: Any
     parts: list[Any] = field(default_factory=list)
@@ -41,43 +42,43 @@ class _Counted:
 
     @property
     def value(self) -> Any:
-        return held_by(self.owner, self.place.name)
+        return attribute_value(self.owner, self.path.name)
 
     @value.setter
     def value(self, value: Any) -> None:
-        hold(self.owner, self.place.name, value)
+        set_attribute(self.owner, self.path.name, value)
 
 
 class LayerState:
-    """The attributes that layers of this rank's stages change alike for every micro-batch."""
+    """The attributes that layers of this rank's stages change to the same in every micro-batch."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._counted: dict[AttributePath, _Counted] = {}
         self._rewritten: dict[tuple[AttributePath, int], Tensor] = {}
         self._versions: dict[int, list[int]] = {}
-        """Of these, by stage, as the first micro-batch has found them."""
+        """By stage, the versions of rewritten parameters before the first micro-batch."""
 
     def learn(
         self,
         counted: Collection[tuple[AttributePath, int]],
         rewritten: Collection[tuple[AttributePath, int]] = (),
     ) -> None:
-        """Take in which attributes these are, each with its stage.
+        """Add attributes, each with its stage.
 
         Args:
-            counted: those that change.
-            rewritten: parameters that every pass sets to the same, so that what others need of
-                them in their backward passes is there still.
+            counted: attributes that every micro-batch changes to the same value.
+            rewritten: parameters to which every pass writes the values that they have, so that
+                backward passes of other micro-batches may still use them.
         """
-        for place, stage in rewritten:
-            value = value_at(self._module, place)
+        for path, stage in rewritten:
+            value = value_at(self._module, path)
             if isinstance(value, Tensor):
-                self._rewritten[place, stage] = value
-        for place, stage in counted:
-            owner = owner_of(self._module, place)
+                self._rewritten[path, stage] = value
+        for path, stage in counted:
+            owner = owner_of(self._module, path)
             if owner is not None:
-                self._counted.setdefault(place, _Counted(place, stage, owner))
+                self._counted.setdefault(path, _Counted(path, stage, owner))
 
     def begin_batch(self) -> None:
         """Prepare for the micro-batches of a batch."""
@@ -86,9 +87,9 @@ class LayerState:
             each.parts = []
 
     def of_pass(self, stage: int | None) -> AbstractContextManager[None]:
-        """Surround a micro-batch's pass through a stage; with None a run that passes none.
+        """Return the context of a micro-batch's pass through a stage; None: a run without layers.
 
-        Hooks of a layer are called in other runs, too: what they change there does not count.
+        Hooks of layers may be called in other runs, too: their changes are undone.
         """
         return self._of_pass(stage) if self._counted or self._rewritten else nullcontext()
 
@@ -98,9 +99,9 @@ class LayerState:
         copies = [copied(each.value) for each in counted]
         rewritten = [each for (_, own), each in self._rewritten.items() if stage in (own, None)]
         versions = [version_of(each) for each in rewritten]
-        if stage is not None:  # Each pass leaves them as the first one does.
+        if stage is not None:  # So that each pass ends with the same versions as the first one.
             set_versions(rewritten, self._versions.setdefault(stage, versions))
-        with _holding(counted, copies) if counted else nullcontext():
+        with _values_set(counted, copies) if counted else nullcontext():
             try:
                 yield
             finally:
@@ -112,29 +113,32 @@ class LayerState:
                     set_versions(rewritten, versions)
 
     def end_batch(self) -> list[str]:
-        """Give the attributes what the batch has made of them; return what to warn of."""
+        """Set the attributes to their values after the batch; return warnings."""
         warnings = []
         for each in self._counted.values():
             if each.parts and not all(same(part, each.parts[0]) for part in each.parts):
-                warnings.append(depends_on_samples(each.place))
+                warnings.append(depends_on_samples(each.path))
             if each.parts and not (each.is_in_place and overwrite(each.value, each.parts[-1])):
                 each.value = each.parts[-1]
         return warnings
 
     def remember(self, layer: nn.Module) -> Callable[[], AbstractContextManager[None]]:
-        """Remember what a layer that is about to be computed reads now.
+        """Copy the attributes of a layer that is about to be computed.
 
         Returns:
-            What makes a context in which it reads that again; what it changes in it is undone.
+            A function that makes a context in which the layer has these values again; its changes
+            are undone after it.
         """
         parts = {id(part) for part in layer.modules()} if self._counted else set()
         own = [each for each in self._counted.values() if id(each.owner) in parts]
-        return partial(_holding, own, [copied(each.value) for each in own]) if own else nullcontext
+        return (
+            partial(_values_set, own, [copied(each.value) for each in own]) if own else nullcontext
+        )
 
 
 @contextmanager
-def _holding(attributes: Sequence[_Counted], values: Sequence[Any]) -> Iterator[None]:
-    """Let attributes hold these values inside the context."""
+def _values_set(attributes: Sequence[_Counted], values: Sequence[Any]) -> Iterator[None]:
+    """Set attributes to these values inside the context."""
     before = [each.value for each in attributes]
     for each, value in zip(attributes, values, strict=True):
         each.value = value
@@ -145,10 +149,10 @@ def _holding(attributes: Sequence[_Counted], values: Sequence[Any]) -> Iterator[
             each.value = value
 
 
-def depends_on_samples(place: AttributePath) -> str:
-    """What to say of an attribute of a layer that micro-batches do not change alike."""
+def depends_on_samples(path: AttributePath) -> str:
+    """Return the warning about an attribute that micro-batches change to different values."""
     return (
-        f"A layer changes `{place}` by what is in its samples: here each micro-batch does, one "
+        f"A layer changes `{path}` by what is in its samples: here each micro-batch does, one "
         "after the other, as with gradient accumulation. AxoSparseStrategy(microbatches=1) changes "
         "it once a batch." + see("steps")
     )

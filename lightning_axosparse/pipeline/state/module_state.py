@@ -1,4 +1,4 @@
-"""Captures what a step may change on a module, puts it back, and says what has changed."""
+"""Captures the state of a module before a step, restores it, and lists the changed attributes."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ from lightning_axosparse.support.torch_internals import (
     version_of,
 )
 
-_OWN = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
+_OF_LIBRARIES = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
 _HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
 _COUNTS = (int, float, complex, Tensor, np.ndarray, np.generic)
-"""Types of what is never a note that a step has prepared something once, unless it is a bool."""
+"""Types of values that, but for bools, never record that a step has prepared something."""
 
 How = Literal["replaced", "changed", "extended"]
-"""Whether an attribute got another object, or the same object was changed, or a list has grown."""
+"""Whether an attribute has another object, the same object was changed, or a list was extended."""
 
 
 class AttributePath(NamedTuple):
-    """Where an attribute is: of the module, of a part of it, or of an object that it holds.
+    """The path to an attribute of the module, of a submodule, or of an object in an attribute.
 
     Attributes:
-        owner: the way from the module to what has the attribute.
-        name: of the attribute.
+        owner: the path from the module to the object that has the attribute.
+        name: name of the attribute.
     """
 
     owner: tuple[Step, ...]
     name: str
 
     def __str__(self) -> str:
-        """What a user would write: ``self.meters['loss'].total``."""
+        """The path as a user would write it: ``self.meters['loss'].total``."""
         text = "self"
         for kind, key in (*self.owner, (".", self.name)):
             is_attribute = kind == "." and not key.isdecimal()
@@ -67,25 +67,25 @@ class AttributePath(NamedTuple):
 
 
 def _namespaces(owner: Any) -> list[Any]:
-    """The dicts in which an object has its attributes."""
+    """Return the dicts in which an object stores its attributes."""
     if isinstance(owner, nn.Module):
         return [owner._modules, owner._parameters, owner._buffers, vars(owner)]
     return [vars(owner)]
 
 
 def namespace_of(owner: Any, name: str) -> dict[str, Any]:
-    """The dict that holds the value of an attribute, or would hold it."""
+    """Return the dict in which an object stores an attribute, or would store a new one."""
     return next((each for each in _namespaces(owner) if name in each), vars(owner))
 
 
-def held_by(owner: Any, name: str) -> Any:
-    """What an attribute holds, or the class in its place; ``MISSING`` if there is nothing."""
+def attribute_value(owner: Any, name: str) -> Any:
+    """Return the value of an attribute, or of the class's; ``MISSING`` if neither exists."""
     namespace = namespace_of(owner, name)
     return namespace[name] if name in namespace else getattr(type(owner), name, MISSING)
 
 
-def hold(owner: Any, name: str, value: Any) -> None:
-    """Let an attribute hold a value, or with ``MISSING`` be deleted."""
+def set_attribute(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, or with ``MISSING`` delete it."""
     namespace = namespace_of(owner, name)
     if value is MISSING:
         namespace.pop(name, None)
@@ -93,66 +93,66 @@ def hold(owner: Any, name: str, value: Any) -> None:
         namespace[name] = value
 
 
-def owner_of(module: nn.Module, place: AttributePath) -> Any:
-    """What has the attribute of a place; None if it is gone."""
+def owner_of(module: nn.Module, path: AttributePath) -> Any:
+    """Return the object that has the attribute of a path; None if it no longer exists."""
     owner: Any = module
     try:
-        for kind, key in place.owner:
-            owner = held_by(owner, key) if kind == "." else owner[key]
+        for kind, key in path.owner:
+            owner = attribute_value(owner, key) if kind == "." else owner[key]
         vars(owner)
     except (AttributeError, IndexError, KeyError, TypeError):
         return None
     return None if owner is MISSING else owner
 
 
-def value_at(module: nn.Module, place: AttributePath) -> Any:
-    """What the attribute of a place holds; ``MISSING`` if it is gone."""
-    owner = owner_of(module, place)
-    return MISSING if owner is None else held_by(owner, place.name)
+def value_at(module: nn.Module, path: AttributePath) -> Any:
+    """Return the value of the attribute of a path; ``MISSING`` if it no longer exists."""
+    owner = owner_of(module, path)
+    return MISSING if owner is None else attribute_value(owner, path.name)
 
 
-def write(module: nn.Module, place: AttributePath, how: How, value: Any) -> None:
-    """Change an attribute as a step has changed it on another rank."""
-    owner = owner_of(module, place)
+def write(module: nn.Module, path: AttributePath, how: How, value: Any) -> None:
+    """Apply the change that a step has made to an attribute on another rank."""
+    owner = owner_of(module, path)
     if owner is None:
         return
-    now = held_by(owner, place.name)
+    now = attribute_value(owner, path.name)
     is_new = how == "replaced" and not isinstance(now, nn.Parameter)  # An optimizer has it.
     if how == "extended" and isinstance(now, (list, deque)):
         now.extend(value)
     elif is_new or not overwrite(now, value):
-        hold(owner, place.name, value)
+        set_attribute(owner, path.name, value)
 
 
 def _attributes(owner: Any) -> list[tuple[str, Any]]:
-    """The attributes of an object, or of its class in their place, that a step may change."""
+    """Return the attributes of an object, and of its class, that a step may change."""
     classes = [vars(kind) for kind in reversed(type(owner).__mro__) if not of_library(kind)]
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for each in (*classes, *_namespaces(owner)):
-        found.update(each)
-    own = _own(owner)
-    return [(n, value) for n, value in found.items() if n[:2] != "__" and n not in own]
+        attributes.update(each)
+    ignored = _ignored(owner)
+    return [(n, value) for n, value in attributes.items() if n[:2] != "__" and n not in ignored]
 
 
-def _own(owner: Any) -> Collection[str]:
-    """The attributes in which torch and Lightning keep what belongs to no step."""
-    return _OWN if isinstance(owner, nn.Module) else ()
+def _ignored(owner: Any) -> Collection[str]:
+    """Return the names of attributes that torch and Lightning use themselves."""
+    return _OF_LIBRARIES if isinstance(owner, nn.Module) else ()
 
 
 @dataclass(slots=True)
 class _Holder:
-    """What can be changed in place.
+    """An object that can be changed in path, with a copy of its content.
 
     Attributes:
-        path: the way from the module to the owner.
-        owner: the module or object that has the attribute to which it belongs.
-        name: of that attribute; None for a dict in which the owner keeps its attributes.
+        path: the path from the module to the owner.
+        owner: the module or object in whose attribute it is.
+        name: name of that attribute; None for a dict in which the owner stores its attributes.
         value: a dict, list, deque, set, tensor, array or random generator.
-        content: what it held; of a parameter only once something writes to it.
-        version: of a tensor, with the address of its memory.
-        memory: of a tensor, under another name.
-        is_written: whether an operator has written to a tensor since, by ``x.data``, too, which
-            makes no new version.
+        content: the copy; of a parameter only once something writes to it.
+        version: of a tensor, autograd's version and the address of its memory.
+        memory: of a tensor, another tensor with the same memory.
+        is_written: whether an operator has written to a tensor since, also by ``x.data``, which
+            does not change the version.
     """
 
     path: tuple[Step, ...]
@@ -164,16 +164,20 @@ class _Holder:
     memory: Any = None
     is_written: bool = False
 
-    def note(self) -> None:
-        """Take the present content for the one to go back to."""
+    def capture(self) -> None:
+        """Copy the present content."""
         value = self.value
         if isinstance(value, Tensor):
             self.version, self.memory = (version_of(value), value.data_ptr()), value.detach()
             self.is_written = False
         self.content = None if isinstance(value, nn.Parameter) else content_of(value)
 
-    def put_back(self, prepares: bool) -> None:
-        """Give it what it held, but for notes that a step has prepared something, if it does."""
+    def restore(self, prepares: bool) -> None:
+        """Restore the content.
+
+        If the step ``prepares`` something once, such as hooks, restore only numbers and tensors of
+        a namespace, as other attributes may record that.
+        """
         if prepares and self.name is None:
             for name, before in self.content.items():
                 now = self.value.get(name, MISSING)
@@ -181,21 +185,21 @@ class _Holder:
                     self.value[name] = before
             return
         if isinstance(self.value, Tensor) and self.value.data_ptr() != self.version[1]:
-            self.value.data = self.memory  # It has got another tensor's.
+            self.value.data = self.memory  # Its memory was replaced by another tensor's.
         if self.content is not None:
             overwrite(self.value, self.content)
-        self.note()
+        self.capture()
 
     def changes(self) -> Iterator[tuple[str, How, Any]]:
-        """The attributes that hold something else than before, and that; of a list what is new."""
+        """Yield the changed attributes with their values, or of an extended list the new items."""
         if self.name is None:
-            own = _own(self.owner)
+            ignored = _ignored(self.owner)
             for name in {**self.content, **self.value}:
                 before, now = self.content.get(name, MISSING), self.value.get(name, MISSING)
-                if not (name in own or same(before, now)):
-                    yield name, "replaced", held_by(self.owner, name)
+                if not (name in ignored or same(before, now)):
+                    yield name, "replaced", attribute_value(self.owner, name)
             return
-        value = held_by(self.owner, self.name)
+        value = attribute_value(self.owner, self.name)
         if value is self.value and isinstance(value, (list, deque)):
             before = len(self.content)
             if len(value) > before and all(map(operator.is_, value, self.content)):
@@ -205,7 +209,7 @@ class _Holder:
 
 
 class _Writes(PausableOperatorMode):
-    """Notes which tensors operators write to, and copies parameters before."""
+    """Marks tensors to which operators write, and copies parameters before."""
 
     def __init__(self, storages: Mapping[int, Sequence[_Holder]]) -> None:
         super().__init__()
@@ -222,20 +226,20 @@ class _Writes(PausableOperatorMode):
 
 
 class ModuleState:
-    """The values of all that a step may change on a module, as they were when last noted.
+    """A copy of all values on a module that a step may change.
 
-    Left out are the states of torchmetrics objects, which have their own way, and tensors without
-    values. What torch and Lightning keep in a module, and the running statistics of BatchNorms, are
-    put back, but are not named as changes.
+    The states of torchmetrics objects (see ``strategy.compat.metrics``) and tensors without values
+    are not captured. Attributes of torch and Lightning themselves, and the running statistics of
+    BatchNorms, are restored, but are not listed as changes.
 
     Args:
         module: the user's module.
-        without: what is left out, by ``id``, with all that is reached by it alone.
-        layers: names of those of which the state is captured; by default that of the module.
+        without: ids of objects that are not captured, nor any that are reached only by them.
+        layers: names of the submodules whose state is captured; by default the module itself.
 
     Attributes:
-        reached: all that was looked at, by ``id``.
-        storages: the tensors among what is captured, by the numbers of their storages.
+        reached: ids of all objects that were visited.
+        storages: the captured tensors, by the numbers of their storages.
     """
 
     def __init__(
@@ -250,67 +254,67 @@ class ModuleState:
         self._without = {*without, *(id(part) for part in module.modules())} - (own - {*without})
         self._handles, self._hooks = -1, 0
         self._count_hooks()
-        self._find()
+        self._capture_all()
 
-    def _find(self) -> None:
+    def _capture_all(self) -> None:
         seen = set(self._without)
         self._holders = list(self._reachable(seen))
         self.reached: Collection[int] = seen - self._without
         self.storages: dict[int, list[_Holder]] = {}
         for each in self._holders:
-            each.note()
+            each.capture()
             if isinstance(each.value, Tensor):
                 number = storage_id(each.value.untyped_storage())
                 self.storages.setdefault(number, []).append(each)
 
     def writes(self) -> PausableOperatorMode:
-        """A mode that has to be active where tensors are written to."""
+        """Return the mode that has to be active while tensors are written to."""
         return _Writes(self.storages)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors among what is captured."""
+        """The captured tensors."""
         return [each.value for each in self._holders if isinstance(each.value, Tensor)]
 
-    def note(self) -> None:
-        """Take the present state for the one to go back to."""
+    def capture(self) -> None:
+        """Replace the copy by one of the present state."""
         changed = self._changed()
         self._count_hooks()
         if any(isinstance(each.value, COLLECTIONS) for each in changed):
-            self._find()  # There may be other objects.
+            self._capture_all()  # They may contain other objects now.
         else:
             for each in changed:
-                each.note()
+                each.capture()
 
     def rewind(self) -> bool:
-        """Put back what was captured, into the same objects; return whether something had changed.
+        """Restore the state, in the same objects; return whether anything had changed.
 
-        A step that registers hooks does so once, and notes it on the module: both stay.
+        A step that registers hooks does so once, and records it on the module: both stay.
         """
         changed = self._changed()
         if not changed:
             return False
         prepares = self._count_hooks()
         for each in changed:
-            each.put_back(prepares)
+            each.restore(prepares)
         if prepares:
-            self.note()
+            self.capture()
         return True
 
     def changes(self) -> dict[AttributePath, tuple[How, Any]]:
-        """What has changed, and what it is now; of a list that was extended what is new."""
-        found: dict[AttributePath, tuple[How, Any]] = {}
+        """Return the changed attributes with their values, or of an extended list the new items."""
+        changes: dict[AttributePath, tuple[How, Any]] = {}
         for each in self._changed():
             for name, how, value in each.changes():
-                place = AttributePath(each.path, name)
-                if place in found and found[place][0] == "extended":  # Its items changed, too.
-                    found[place] = "changed", held_by(each.owner, name)
+                path = AttributePath(each.path, name)
+                if path in changes and changes[path][0] == "extended":  # Its items changed, too.
+                    changes[path] = "changed", attribute_value(each.owner, name)
                 elif not (isinstance(each.owner, Norm) and name in each.owner._buffers):
-                    found.setdefault(place, (how, value))
-        return found
+                    changes.setdefault(path, (how, value))
+        return changes
 
     def _changed(self) -> list[_Holder]:
-        """The holders that hold something else. In every pass, so it calls little."""
+        """Return the holders whose content has changed; it runs in every pass and calls little."""
         changed = []
         for each in self._holders:
             value, content = each.value, each.content
@@ -322,7 +326,7 @@ class ModuleState:
             elif isinstance(value, Tensor):
                 alike = (version_of(value), value.data_ptr()) == each.version
                 alike = alike and not each.is_written
-                if alike and isinstance(each.owner, Norm):  # Its kernels make no new version.
+                if alike and isinstance(each.owner, Norm):  # Its kernels do not change the version.
                     alike = each.content is None or same(value, content)
             elif isinstance(value, GENERATORS):
                 alike = same(content_of(value), content)
@@ -333,7 +337,7 @@ class ModuleState:
         return changed
 
     def _count_hooks(self) -> bool:
-        """Count the hooks of modules; return whether there are others than before."""
+        """Count the hooks of modules; return whether their number has changed."""
         if self._handles == RemovableHandle.next_id:  # No hook was registered in this process.
             return False
         before, self._handles = self._hooks, RemovableHandle.next_id
@@ -343,7 +347,7 @@ class ModuleState:
         return self._hooks != before
 
     def _reachable(self, seen: set[int]) -> Iterator[_Holder]:
-        """All that can be changed in place; what has several names has the first one."""
+        """Yield all objects that can be changed in path, each by the first path to it."""
         waiting: list[tuple[tuple[Step, ...], tuple[tuple[Step, ...], Any, str], Any]] = [
             (tuple((".", part) for part in name.split(".") if part), ((), None, ""), root)
             for name, root in self._roots.items()
@@ -365,4 +369,6 @@ class ModuleState:
             else:
                 continue
             seen.add(id(value))
-            waiting += [((*path, step), place, each) for step, place, each in reversed(held)]
+            waiting += [
+                ((*path, step), attribute, each) for step, attribute, each in reversed(held)
+            ]

@@ -1,4 +1,4 @@
-"""Copies, compares and overwrites what attributes hold: numbers, tensors, collections."""
+"""Copies, compares and overwrites the values of attributes: numbers, tensors, collections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_axosparse.support.object_trees import CannotPickle, put_together,
 
 
 class MISSING:
-    """Stands for the value of an attribute that there is not."""
+    """Stands for the value of an attribute that does not exist."""
 
 
 Step = tuple[str, Any]
@@ -44,10 +44,10 @@ _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
 }
-"""How the states of random generators are read and set."""
+"""The functions that read and set the state of each kind of random generator."""
 COLLECTIONS, GENERATORS = (list, deque, set, dict), tuple(_STATES)
 MUTABLE = (*COLLECTIONS, *GENERATORS, Tensor, np.ndarray)
-"""Types of what can be changed in place, besides objects with attributes."""
+"""Types of values that can be changed in place, besides objects with attributes."""
 
 
 @cache
@@ -58,7 +58,7 @@ def of_library(kind: type) -> bool:
 
 @cache
 def has_attributes(kind: type) -> bool:
-    """Whether a class is one of the user's, such as an average meter, whose objects have a state.
+    """Whether a class is the user's and its objects have a state, such as an average meter.
 
     Objects of libraries, data sets, callbacks and the like do not belong to a module's state.
     """
@@ -74,9 +74,9 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def entries(value: Any) -> Mapping[Any, Any] | None:
-    """The entries of a list, tuple, deque or dict, or an object's attributes; None of others.
+    """Return the entries of a list, tuple, deque or dict, or an object's attributes.
 
-    Nor are there any of a collection that is so long that it may be a data set.
+    None for any other value, and for a collection that is so long that it may be a data set.
     """
     if isinstance(value, (list, tuple, deque, dict)):
         if len(value) > _LONGEST:
@@ -87,16 +87,17 @@ def entries(value: Any) -> Mapping[Any, Any] | None:
 
 
 def content_of(value: Any) -> Any:
-    """What is in a value that can be changed in place, for :func:`overwrite`."""
+    """Copy the content of a value that can be changed in place, for :func:`overwrite`."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     return _state_calls(value)[0](value) if isinstance(value, GENERATORS) else copy.copy(value)
 
 
 def copied(value: Any) -> Any:
-    """A copy that does not change when the value is changed in place, or the value itself.
+    """Copy a value so that changes in place do not reach the copy.
 
-    Tensors with a graph, and parameters and modules inside of others, are the same ones in it.
+    Tensors with a graph, parameters and modules inside a value, and values that cannot be pickled
+    are not copied.
     """
     if isinstance(value, Tensor):
         if not is_readable(value) or value.grad_fn is not None:
@@ -104,7 +105,7 @@ def copied(value: Any) -> Any:
         tensor = value.detach().clone()
         if isinstance(value, nn.Parameter):
             tensor = nn.Parameter(tensor, value.requires_grad)
-            vars(tensor).update(vars(value))  # as the full shape of what this rank has a part of
+            vars(tensor).update(vars(value))  # such as the full shape of a split weight
         return tensor
     try:
         rest, taken = take_apart(value, (Tensor, *SHARED))
@@ -115,7 +116,7 @@ def copied(value: Any) -> Any:
 
 
 def same(one: Any, other: Any, depth: int = 0) -> bool:
-    """Whether two values are equal in all that they hold."""
+    """Whether two values are equal, with all their entries and attributes; NaN equals NaN."""
     if one is other:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -134,7 +135,7 @@ def same(one: Any, other: Any, depth: int = 0) -> bool:
     try:
         return bool(one == other) or bool(one != one and other != other)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-        # They cannot be compared, or have no truth, as arrays and tables of other libraries.
+        # They cannot be compared, or the result has no truth value: tables of other libraries.
         return False
 
 
@@ -150,12 +151,12 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
 
 
 def overwrite(target: Any, value: Any) -> bool:
-    """Give a tensor, an array, a collection or a generator the content of another, in place.
+    """Copy the content of a value into a tensor, an array, a collection or a generator.
 
-    Autograd does not take it for a change.
+    Autograd does not count it as a change.
 
     Returns:
-        False if that cannot be done, as with numbers and tensors of another shape.
+        False where that is impossible, as for numbers and tensors of another shape.
     """
     if isinstance(target, GENERATORS):
         state = content_of(value) if isinstance(value, GENERATORS) else value

@@ -1,4 +1,4 @@
 """All uses of Lightning's private API: logging, metrics, precision, loaders, loops, collectives.
 
-It may import from what strategy may import from.
+It may import from all subpackages from which strategy may.
 """

@@ -1,4 +1,4 @@
-"""Makes Lightning's own callbacks and loggers right on the ranks of a pipeline."""
+"""Adapts Lightning's own callbacks and loggers to the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from lightning_axosparse.support.patched import patched
 
 
 def parameters_told_apart_by_identity() -> AbstractContextManager[None]:
-    """Inside the context, callbacks know by identity which parameters an optimizer has.
+    """Return a context in which finetuning callbacks compare parameters by identity.
 
-    Lightning compares values, which tensors on the meta device do not have; it also takes two
-    parameters of the same values, such as the zeros of two biases, for one.
+    Lightning compares their values, which tensors on the meta device do not have; it also treats
+    two parameters with the same values, such as zero biases, as one.
     """
     return patched(BaseFinetuning, "filter_on_optimizer", staticmethod(_not_in_optimizer))
 
@@ -49,7 +49,7 @@ _WRITING = ("write_on_batch_end", "write_on_epoch_end")
 
 @contextmanager
 def without_writing(trainer: Trainer) -> Iterator[None]:
-    """Let prediction writers write nothing inside the context; their other hooks are called."""
+    """Turn prediction writers off inside the context; their other hooks are called."""
     writers = [each for each in callbacks_of(trainer) if isinstance(each, BasePredictionWriter)]
     with ExitStack() as stack:
         for writer, name in product(writers, _WRITING):
@@ -62,9 +62,9 @@ def _write_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def validating_together(trainer: Trainer) -> AbstractContextManager[None]:
-    """Let the ranks validate inside the context when the first clock of them says so.
+    """Return a context in which the first rank whose interval is over decides to validate.
 
-    With ``val_check_interval`` in units of time Lightning lets each rank look at its own clock.
+    With ``val_check_interval`` in units of time, Lightning reads the clock of each rank.
     """
     if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
         return nullcontext()
@@ -81,7 +81,7 @@ def run_until_tuned(trainer: Trainer, function: Callable[[], Any]) -> Any:
     """Call a method of the Trainer; ``Tuner.lr_find`` ends ``fit`` by an exception.
 
     Returns:
-        What it returns; None if the tuner has ended it.
+        Its result; None if the tuner has ended it.
     """
     try:
         return function()
@@ -93,7 +93,7 @@ def run_until_tuned(trainer: Trainer, function: Callable[[], Any]) -> Any:
 
 
 def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
-    """The averages of all callbacks that have one, with the names of the module's tensors."""
+    """Return the averaged models of callbacks, whose tensors have the names of the module's."""
     averages = [
         callback._average_model
         for callback in callbacks_of(trainer)
@@ -107,9 +107,9 @@ def weight_averages(trainer: pl.Trainer) -> list[nn.Module]:
 
 
 class _SilentLogger(DummyLogger):
-    """Takes everything and writes nothing; its folder is that of another logger.
+    """Writes nothing; its folder is that of another logger.
 
-    ``written`` is filled with what was asked of this one that another would have written.
+    The names of the methods and attributes with which code wants to write are added to ``written``.
     """
 
     def __init__(self, logger: Logger, written: set[str]) -> None:
@@ -136,10 +136,10 @@ class _SilentLogger(DummyLogger):
 
 @contextmanager
 def loggers_silenced(trainer: pl.Trainer) -> Iterator[set[str]]:
-    """Let ``self.logger`` take everything and write nothing inside the context.
+    """Replace loggers inside the context by silent ones.
 
     Yields:
-        Filled with the attributes of loggers that code in the context has written with.
+        The names of the methods and attributes with which code in the context wants to write.
     """
     written: set[str] = set()
     silent = [_SilentLogger(logger, written) for logger in trainer.loggers]
@@ -148,9 +148,9 @@ def loggers_silenced(trainer: pl.Trainer) -> Iterator[set[str]]:
 
 
 def broadcasting_nothing(trainer: pl.Trainer) -> AbstractContextManager[None]:
-    """Let ``trainer.log_dir``, which a step may ask for, be what this rank has inside the context.
+    """Return a context in which ``trainer.log_dir``, which a step may read, is not broadcast.
 
-    Lightning broadcasts it, but stages run a step at different times, and not equally often.
+    Stages run a step at different times, and not equally often.
     """
     return patched(trainer.strategy, "broadcast", _own_value)
 

@@ -1,7 +1,7 @@
-"""Makes gradients in ``training_step`` do for what Lightning does with them after ``backward``.
+"""Adapts Lightning's ``backward`` to gradients that ``training_step`` has already computed.
 
-They are stashed until Lightning's ``backward``, for hooks to see; a precision plugin clips and
-scales them as all ranks need it.
+They are stashed until Lightning calls ``backward``, so that hooks see them; a precision plugin
+clips by the norm over all stages and scales alike on all ranks.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ _CLEARING_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
 
 
 class StashedGradients:
-    """Keeps the gradients of a batch from ``training_step`` to ``backward``.
+    """Stores the gradients of a batch from ``training_step`` to ``backward``.
 
     Lightning's closure calls ``training_step``, then ``zero_grad``, then ``backward``. So the
-    gradients of a batch are computed apart from those of earlier batches, and added in ``backward``
-    to what ``zero_grad`` has left. Gradients that ``zero_grad`` is going to clear, and that nothing
-    sees before, are freed when the step begins, so that there is one set of them at a time.
+    gradients of a batch are computed apart from those of earlier batches, and added to these in
+    ``backward``, unless ``zero_grad`` has cleared them. Gradients that ``zero_grad`` is going to
+    clear, and that no hook sees before, are freed when the step begins, so that memory holds one
+    set of gradients at a time.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
@@ -49,7 +50,7 @@ class StashedGradients:
         self._frees = not clearing_is_seen(trainer)
         self._fresh: dict[nn.Parameter, Tensor | None] = {}
         self.earlier: dict[nn.Parameter, Tensor | None] = {}
-        """Inside a step, the gradients of earlier batches; None where one was added in already."""
+        """Inside a step, the gradients of earlier batches; None once one has been added."""
 
     @contextmanager
     def around_step(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -68,7 +69,7 @@ class StashedGradients:
         self.earlier = {}
 
     def restore(self) -> None:
-        """Add the gradients of the batch to what ``zero_grad`` has left."""
+        """Add the gradients of the batch to those that ``zero_grad`` has left."""
         for parameter, gradient in self._fresh.items():
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -110,7 +111,7 @@ def clearing_is_seen(trainer: pl.Trainer) -> bool:
 
 
 def _hooks_that_read(trainer: pl.Trainer) -> tuple[bool, bool]:
-    """Whether hooks of the user may read gradients after ``backward``, and before the step."""
+    """Whether hooks of the user may read gradients after ``backward``; and before the step."""
     module = trainer.lightning_module
     callbacks = (c for c in callbacks_of(trainer) if not isinstance(c, RankLocalCallback))
     owners = (module, *callbacks)
@@ -122,19 +123,19 @@ def _hooks_that_read(trainer: pl.Trainer) -> tuple[bool, bool]:
 
 
 class GradientNorms(RankLocalCallback):
-    """Lets hooks know the norms of all stages' gradients; collective where a hook may read them."""
+    """Measures the gradient norms of all stages for hooks; collective if a hook may read them."""
 
     def __init__(self, trainer: pl.Trainer, gradients: RemoteGradients) -> None:
         self._gradients = gradients
         self._after_backward, self._before_step = _hooks_that_read(trainer)
 
     def on_after_backward(self, *_: Any) -> None:
-        """Measure what the hooks of this name may read."""
+        """Measure the norms that hooks of this name may read."""
         if self._after_backward:
             self._gradients.measure()
 
     def on_before_optimizer_step(self, *_: Any) -> None:
-        """Measure what the hooks of this name, and the module's own clipping, may read."""
+        """Measure the norms that hooks of this name, and the module's own clipping, may read."""
         if self._before_step:
             self._gradients.measure()
 
@@ -152,7 +153,7 @@ def pipeline_precision(
     stores the plugin's state in checkpoints under that name. :func:`restore_precision` undoes it.
 
     Args:
-        plugin: what Lightning or the user chose; changed in place.
+        plugin: the plugin that Lightning or the user chose; changed in place.
         whole_group: the ranks that have the whole model together; None if this one has it all.
         world_group: all ranks, which have to agree on the scale of the loss; None if there is one.
         counted: whether this stage counts a parameter in the norm. A parameter that several stages
@@ -168,14 +169,14 @@ def pipeline_precision(
 
 
 def replace_backward(plugin: Precision, give_gradients: Callable[[], None]) -> None:
-    """Let a precision plugin take over gradients that there are, instead of differentiating."""
+    """Let a precision plugin use gradients that exist, instead of differentiating."""
     _mix_in(plugin, _ReplacedBackward, _give_gradients=staticmethod(give_gradients))
 
 
 def show_whole_gradients(
     plugin: Precision, trainer: pl.Trainer, whole: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Run the hooks of the user that read gradients in a context in which these are whole."""
+    """Let a precision plugin call hooks that read gradients in a context with whole gradients."""
     contexts = [whole if reads else nullcontext for reads in _hooks_that_read(trainer)]
     functions = zip(("_after_backward", "_before_step"), map(staticmethod, contexts), strict=True)
     _mix_in(plugin, _WholeGradients, **dict(functions))
@@ -184,13 +185,13 @@ def show_whole_gradients(
 def surround_backward(
     plugin: Precision, context: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """Let a precision plugin run each backward pass in a context, as if it did so itself."""
+    """Let a precision plugin run each backward pass in a context."""
     restore_precision(plugin)
     _mix_in(plugin, _SurroundedBackward, _context=staticmethod(context))
 
 
 def restore_precision(plugin: Precision) -> None:
-    """Give the plugin its own methods back; the loss scale keeps its value."""
+    """Restore the plugin's own methods; the loss scale does not change."""
     for instance in (plugin, getattr(plugin, "scaler", None)):
         while isinstance(instance, _Mixin):
             _, instance.__class__ = type(instance).__bases__
@@ -203,7 +204,7 @@ def scale_loss(plugin: Precision, loss: Tensor) -> Tensor:
 
 
 class _Mixin:
-    """What is put in front of an instance's class; a copy of the instance is without it."""
+    """Base of classes that are put in front of an instance's class; copies are without them."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         own = next(base for base in type(self).__mro__ if not issubclass(base, _Mixin))
@@ -240,16 +241,16 @@ class _WholeGradients(_Mixin):
 
 
 class _ReplacedBackward(_Mixin):
-    """Makes a precision plugin take over gradients that there are."""
+    """Makes a precision plugin use gradients that exist."""
 
     _give_gradients: Callable[[], None]
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
-        """Run the hooks alone: a plugin's own method would scale the loss, which is done."""
+        """Run the hooks alone: a plugin's own method would scale the loss a second time."""
         return Precision.pre_backward(cast(Precision, self), tensor, module)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Give the parameters their gradients."""
+        """Set the gradients of parameters."""
         self._give_gradients()
 
 
@@ -302,15 +303,15 @@ class _AgreedScaler(_Mixin):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         with own_param_groups(optimizer):
-            found: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[misc]
+            by_device: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[misc]
                 optimizer, inv_scale, found_inf, allow_fp16
             )
-        anywhere = torch.tensor([float(any(here.item() for here in found.values()))])
+        anywhere = torch.tensor([float(any(here.item() for here in by_device.values()))])
         _all_reduce(anywhere, dist.ReduceOp.MAX, self._world_group)
-        found = found or {found_inf.device: found_inf}
-        for here in found.values():
+        by_device = by_device or {found_inf.device: found_inf}
+        for here in by_device.values():
             here.fill_(anywhere.item())
-        return found
+        return by_device
 
 
 def _new(own: type) -> Any:
@@ -331,7 +332,7 @@ def _all_reduce(tensor: Tensor, op: Any, group: dist.ProcessGroup | None) -> Non
 
 
 def tolerance_of(precision: Precision, device: torch.device) -> float:
-    """By how much equal values may differ in this precision, relative to their size."""
+    """Return the relative difference below which values count as equal in this precision."""
     name = str(precision.precision)
     if name.startswith("64"):
         return 1e-7

@@ -1,4 +1,4 @@
-"""Wraps Lightning's private API that several modules ask: hooks, devices, collectives, files."""
+"""Wraps Lightning's private API for several modules: hooks, devices, collectives, files."""
 
 from __future__ import annotations
 
@@ -41,18 +41,17 @@ all_gather = _all_gather_ddp_if_available
 """Stacks the tensors of all ranks of a group, shape ``(ranks, *tensor.shape)``."""
 
 random_states = _collect_rng_states
-"""Returns the states of the generators of torch, numpy and Python, of which all is drawn that has
-no generator of its own."""
+"""Returns the states of the global generators of torch, numpy and Python."""
 
 set_random_states = _set_rng_states
-"""Sets what :func:`random_states` has returned."""
+"""Sets the states that :func:`random_states` has returned."""
 
 reduce = _sync_ddp_if_available
 """Reduces a tensor over a group, in place."""
 
 
 class RankLocalCallback(Callback):
-    """A callback of the strategy, which refers to what one rank has for one run."""
+    """A callback of the strategy that refers to objects of one rank and one run."""
 
     def __deepcopy__(self: _C, memo: dict[int, Any]) -> _C:
         # Users copy the Trainer's callbacks, but process groups cannot be copied.
@@ -61,7 +60,7 @@ class RankLocalCallback(Callback):
     @contextmanager
     def added_to(self, trainer: Trainer) -> Iterator[None]:
         """Add this callback to the Trainer's inside the context."""
-        # First, since the hooks of the others may contain collectives, or read what this one knows.
+        # First, since the hooks of others may contain collectives, or read values of this one.
         callbacks_of(trainer).insert(0, self)
         try:
             yield
@@ -71,13 +70,13 @@ class RankLocalCallback(Callback):
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:
-    """The Trainer's own list of its callbacks, an attribute that it sets without declaring it."""
+    """Return the Trainer's own list of callbacks, an attribute that it sets without declaring."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:
-    """The Trainer to which a module is attached; None in the process that only starts the ranks."""
+    """Return the Trainer of a module; None in the process that only starts the ranks."""
     return module._trainer
 
 
@@ -87,19 +86,19 @@ def overrides(owner: object | None, *hooks: str) -> bool:
 
 
 def has_hook(trainer: Trainer, hook: str) -> bool:
-    """Whether the user has written this hook, in the module or in a callback."""
+    """Whether the user has written a hook of this name, in the module or in a callback."""
     users = [each for each in callbacks_of(trainer) if not type(each).__module__.startswith(_KNOWN)]
     return any(overrides(each, hook) for each in (trainer.lightning_module, *users))
 
 
 def outputs_are_read(trainer: Trainer, step: str) -> bool:
-    """Whether anybody is given what a step of this name returns besides the loss."""
+    """Whether Lightning passes the output of this step on, besides its loss."""
     loop = {"training_step": "train"}.get(step, step.removesuffix("_step"))
     return trainer.predicting or has_hook(trainer, f"on_{loop}_batch_end")
 
 
 def move_module(module: LightningModule, device: torch.device) -> None:
-    """Move every tensor but those on the meta device, which stand for other stages' tensors.
+    """Move every tensor, except those on the meta device, which stand for other stages' tensors.
 
     ``LightningModule.to`` raises for meta tensors; like it, this sets ``module.device``.
     """
@@ -119,7 +118,7 @@ def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
     """Let ``load_from_checkpoint`` map local files inside the context.
 
     Yields:
-        Whether a tensor was mapped in the context, so nothing else refers to its memory.
+        A function: whether a tensor was mapped in the context, so that it alone uses its memory.
     """
     read, mapped = saving.pl_load, WeakIdKeyDictionary()
 
@@ -137,15 +136,15 @@ def files_mapped() -> Iterator[Callable[[Tensor], bool]]:
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh | None) -> None:
-    """Set what ``module.device_mesh`` returns, as ``ModelParallelStrategy`` does."""
+    """Set ``module.device_mesh``, as ``ModelParallelStrategy`` does."""
     module._device_mesh = mesh
 
 
 def with_atomic_files(given: CheckpointIO | None) -> CheckpointIO:
-    """The user's plugin, or one that writes a file whole or not at all.
+    """Return the user's plugin, or one that writes a file whole or not at all.
 
     Args:
-        given: the user's; None for none. A wrapper such as ``AsyncCheckpointIO`` gets an
+        given: the user's plugin, or None. A wrapper such as ``AsyncCheckpointIO`` gets an
             ``AtomicCheckpointIO`` to wrap; it ignores that if it wraps the user's.
     """
     if given is None:
@@ -156,6 +155,6 @@ def with_atomic_files(given: CheckpointIO | None) -> CheckpointIO:
 
 
 def reading_files(io: CheckpointIO) -> AtomicCheckpointIO | None:
-    """The plugin that reads local files, itself or wrapped; None for one of the user's."""
+    """Return the plugin that reads local files, itself or wrapped; None if it is the user's."""
     read_by = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
     return read_by if isinstance(read_by, AtomicCheckpointIO) else None

@@ -1,4 +1,4 @@
-"""The Trainer's loaders: which one a batch comes from, the first step, equal order on stages."""
+"""The Trainer's loaders: the source of a batch, the first step, the same order on all stages."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _STEPS = {
     "predict": "predict_step",
 }
 _FEW = 2
-"""Samples of a batch that shows how a step runs: batch norms need two."""
+"""Number of samples in the batch of the first step: batch norms need two."""
 _SHARED = (Tensor, np.ndarray, nn.Module, pl.Trainer)
-"""Types of what a copied dataset has in common with its original."""
+"""Types of objects that a copied dataset shares with its original."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a batch comes from.
+    """The source of a batch.
 
     Attributes:
         name: "train", "val", "test" or "predict".
@@ -69,7 +69,7 @@ class Source:
 
     @property
     def batch_size(self) -> int | None:
-        """Samples of a full batch, if all loaders have the same ``batch_size``; else None."""
+        """Number of samples in a full batch, if all loaders have the same; else None."""
         sizes = {_batch_size(loader) for loader in self.loaders}
         return sizes.pop() if len(sizes) == 1 else None
 
@@ -89,17 +89,17 @@ def source(trainer: pl.Trainer, step_arguments: Sequence[Any]) -> Source:
 
 
 def first_step(trainer: pl.Trainer) -> Example | None:
-    """The first step of a run that starts, on a few samples of its loader.
+    """Return the first step of a run that starts, on a few samples of its loader.
 
-    The loader is asked for, but not iterated, and no worker starts. The random states of torch,
-    numpy and Python are restored; datasets and collate functions are copied, with the generators
-    that they draw from. A list of batches has a first one.
+    The loader is created, but not iterated, and no worker starts. The random states of torch, numpy
+    and Python are restored; datasets and collate functions are copied, with the generators from
+    which they draw. From a list of batches, the first one is taken.
 
     Args:
-        trainer: the Trainer, which has not made its loaders yet.
+        trainer: the Trainer, which has not created its loaders yet.
 
     Returns:
-        The call of the module's step; None where there are no such samples.
+        The call of the module's step; None if there are no such samples.
     """
     loop: Any = trainer._active_loop
     if loop is None or loop._data_source.instance is None:
@@ -107,13 +107,13 @@ def first_step(trainer: pl.Trainer) -> Example | None:
     with isolate_rng():
         try:
             return _step_of(trainer, loop._data_source.dataloader())
-        except Exception:  # of the user's code; the run will show it
+        except Exception:  # of the user's code; the run will raise it again
             _log.debug("No first step could be made", exc_info=True)
             return None
 
 
 def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
-    """The step on a few samples of what a hook has returned for the running loop."""
+    """Return the step on a few samples of the loaders of the running loop."""
     if not isinstance(loaders, CombinedLoader):
         loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.training else "sequential")
     origin = _of(trainer, loaders, 0)
@@ -128,7 +128,7 @@ def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
 
 
 def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:
-    """Where batches of the running loop come from."""
+    """Return the source of batches of the running loop."""
     loop, loaders = trainer._active_loop, combined.flattened
     stage: Any = trainer.state.stage
     name = stage.dataloader_prefix
@@ -138,7 +138,7 @@ def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:
 
 
 def collates_as_usual(trainer: pl.Trainer, origin: Source) -> bool:
-    """Whether torch's ``default_collate`` makes the batches, and no hook changes them."""
+    """Whether batches are those of torch's ``default_collate``, and no hook changes them."""
     return not _changing_hooks(trainer) and all(
         _is_usual(loader) and loader.collate_fn is default_collate for loader in origin.loaders
     )
@@ -161,13 +161,13 @@ def _batch_size(loader: object) -> int | None:
 
 
 def _changing_hooks(trainer: pl.Trainer) -> list[object]:
-    """The module and the datamodule, if they have hooks that change batches after collation."""
+    """Return the module and the datamodule, if they have hooks that change batches."""
     owners = (trainer.lightning_module, trainer.datamodule)  # type: ignore[attr-defined]
     return [owner for owner in owners if overrides(owner, *_TRANSFER_HOOKS)]
 
 
 def _first_batch(loader: Any) -> Any:
-    """A batch that repeats a loader's first sample, or the first of a list of batches."""
+    """Return a batch that repeats a loader's first sample, or the first of a list of batches."""
     if hasattr(loader, "__getitem__"):  # a list or tensor of batches
         return copy.deepcopy(loader[0])
     own = loader.dataset, loader.collate_fn
@@ -185,9 +185,9 @@ def _first_batch(loader: Any) -> Any:
 
 
 def _transferred(trainer: pl.Trainer, batch: Any) -> Any:
-    """Do with a batch of the first loader what Lightning's loops do before a step.
+    """Convert and move a batch of the first loader, as Lightning's loops do before a step.
 
-    The module has not moved to the strategy's device yet, so the batch goes where the module is.
+    The module is not on the strategy's device yet, so the batch is moved to the module's.
     """
     module = trainer.lightning_module
     batch = trainer.precision_plugin.convert_input(batch)
@@ -202,8 +202,8 @@ def _combined(spec: Any, batches: Sequence[Any]) -> Any:
 def process_dataloader(dataloader: object, data_rank: int) -> object:
     """Seed a loader's workers by data-parallel rank, so that all stages of a replica augment alike.
 
-    Lightning calls this first and would then seed the workers by global rank, but not if there is a
-    ``worker_init_fn``. As with Lightning, nothing happens without
+    Lightning calls this first and would then seed the workers by global rank, unless there is a
+    ``worker_init_fn``. As in Lightning, workers are seeded only with
     ``seed_everything(workers=True)``.
 
     Returns:
@@ -218,8 +218,8 @@ def broadcast_seed(group: dist.ProcessGroup | None, source: int) -> None:
 
     Samplers, loaders, collate functions and transforms without a generator of their own draw from
     this state: ``DataLoader(shuffle=True)`` draws a seed from it whenever it is iterated. As long
-    as steps leave the state alone, all stages draw the same numbers, and sample what one process
-    would. The order differs from one process, from the second epoch on, only where the layers of
+    as steps do not change the state, all stages draw the same numbers, and the same samples as one
+    process. The order differs from one process, from the second epoch on, only if the layers of
     that process draw from the same state, as dropout on the CPU does.
     """
     if group is not None:

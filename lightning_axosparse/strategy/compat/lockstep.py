@@ -1,13 +1,13 @@
-"""Keeps all ranks at the same place of Lightning's loops, also where one fails or gets a signal.
+"""Keeps all ranks at the same position in Lightning's loops, also if one fails or gets a signal.
 
 A rank at another position, or with another number of batches, would take part in the wrong
-collective or leave the others waiting. The comparison has a process group of its own, so that it is
-never matched with another collective. It runs before the first and after the last batch of a loop,
-never in between.
+collective or leave the others waiting. Positions are compared before the first and after the last
+batch of a loop, in a process group of their own, so that the comparison never meets another
+collective.
 
-Lightning's handlers of signals call collectives wherever a rank happens to be, which is a deadlock
-where ranks wait for one another. Here a handler notes the signal; the ranks act on it before the
-next batch. Where all ranks fail at the same point, callbacks save before the job ends.
+Lightning's signal handlers call collectives wherever a rank happens to be, which is a deadlock if
+ranks wait for one another. Here a handler records the signal, and the ranks act on it before the
+next batch. If all ranks fail at the same point, callbacks save before the job ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lightning_axosparse.support.troubleshooting import see
 
 
 def loops_of(owner: Trainer | _Loop, path: str = "trainer") -> dict[str, Any]:
-    """The loops of a Trainer, or of a loop, and the loops inside them, by their attribute paths."""
+    """Return the loops of a Trainer, or of a loop, with inner ones, by their attribute paths."""
     loops: dict[str, Any] = {}
     for name, value in vars(owner).items():
         if isinstance(value, _Loop):
@@ -49,7 +49,7 @@ def loops_of(owner: Trainer | _Loop, path: str = "trainer") -> dict[str, Any]:
 
 
 def progress_of(owner: Any) -> dict[str, Any]:
-    """The attributes of a loop that say how far it is; none for any other object."""
+    """Return the attributes of a loop that hold its progress; none of any other object."""
     if not isinstance(owner, _Loop):
         return {}
     kinds = bool | int | float | str | Enum | _BaseProgress
@@ -65,7 +65,7 @@ _LOOPS = {
 
 
 def position(trainer: pl.Trainer) -> tuple[str, int, int]:
-    """The running loop, the index of the epoch, and of the batch that was drawn last."""
+    """Return the running loop, the index of the epoch, and that of the latest batch."""
     stage = trainer.state.stage
     assert stage is not None
     if stage is RunningStage.TRAINING:
@@ -76,15 +76,15 @@ def position(trainer: pl.Trainer) -> tuple[str, int, int]:
 
 @dataclass(frozen=True)
 class LoopPosition:
-    """Where a rank is in Lightning's loops.
+    """The position of a rank in Lightning's loops.
 
     Attributes:
         who: the rank, in words.
         evaluation_group: ranks with the same number evaluate equally many batches.
-        occasion: which loop begins or ends, in words.
+        occasion: the beginning or end of a loop, in words.
         loop: the loop that begins or ends.
-        batches: number of batches that the loop had; None where it has only begun.
-        lengths: number of batches of each of its loaders, ``inf`` where unknown.
+        batches: number of batches in the loop; None if it begins.
+        lengths: number of batches of each of its loaders, ``inf`` if unknown.
         stops: whether ``trainer.should_stop`` is set.
     """
 
@@ -136,7 +136,7 @@ def validate_positions(ranks: Sequence[LoopPosition]) -> None:
 
 
 class LoopCheck(RankLocalCallback):
-    """Compares the positions of all ranks where a loop begins and where it ends."""
+    """Compares the positions of all ranks when a loop begins and when it ends."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self._groups = groups
@@ -146,7 +146,7 @@ class LoopCheck(RankLocalCallback):
         self._begin(trainer, [trainer.num_training_batches])
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Compare how many batches the loop had."""
+        """Compare the numbers of batches in the loop."""
         self._end(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -198,10 +198,10 @@ _SEE = see("failing-and-waiting-ranks")
 
 
 def restore_handlers_in_teardown(trainer: Trainer) -> None:
-    """Let the Trainer's teardown set the handlers of signals that there are now.
+    """Let the Trainer's teardown restore the present signal handlers.
 
-    On Ctrl-C Lightning ignores further ones, and puts back what it has saved when the loops began;
-    where they run on other processes, it has saved nothing.
+    On Ctrl-C Lightning ignores further ones, and then restores the handlers that it saved when the
+    loops began; if they run in other processes, it has saved none.
     """
     connector = trainer._signal_connector
     connector._original_handlers = connector._get_current_signal_handlers()
@@ -211,13 +211,13 @@ def restore_handlers_in_teardown(trainer: Trainer) -> None:
 def acting_together(trainer: Trainer) -> Iterator[None]:
     """Inside the context, act on a signal on all ranks before the same batch.
 
-    SIGTERM at any rank ends the run as on one process: callbacks may save. The signal by which
+    SIGTERM at any rank ends the run as on one process: callbacks may save. The signal with which
     Slurm announces the end of the job (``SLURMEnvironment(auto_requeue=True)``) saves a checkpoint
-    and requeues the job. Where the ranks do not come to a next batch soon, the watchdog ends the
-    job on SIGTERM.
+    and requeues the job. On SIGTERM, the watchdog ends the job if the ranks do not reach the next
+    batch soon.
 
     Args:
-        trainer: of a job of several ranks, before it registers its handlers.
+        trainer: the Trainer of a job of several ranks, before it registers its handlers.
     """
     from lightning_axosparse.distributed.mpi.watchdog import watchdog
 
@@ -225,15 +225,15 @@ def acting_together(trainer: Trainer) -> Iterator[None]:
     requeue = connector._slurm_sigusr_handler_fn
     requeued = False
 
-    def note(signum: int, _: Any) -> None:
+    def record(signum: int, _: Any) -> None:
         this_rank().signal = signum
 
     def act() -> None:
         nonlocal requeued
         received = watchdog().received() if trainer.global_rank == 0 else None
-        noted = torch.tensor([received.signal, received.rank] if received else [0, 0])
-        dist.broadcast(noted, src=0)
-        signum, rank = noted.tolist()
+        shared = torch.tensor([received.signal, received.rank] if received else [0, 0])
+        dist.broadcast(shared, src=0)
+        signum, rank = shared.tolist()
         if signum == signal.SIGTERM:
             this_rank().leaves = connector.received_sigterm = True
             raise SIGTERMException(f"Rank {rank} received SIGTERM." + _SEE)
@@ -242,8 +242,8 @@ def acting_together(trainer: Trainer) -> Iterator[None]:
             requeue(signum, None)  # type: ignore[arg-type]
 
     with (
-        patched(connector, "_sigterm_notifier_fn", note),
-        patched(connector, "_slurm_sigusr_handler_fn", note),
+        patched(connector, "_sigterm_notifier_fn", record),
+        patched(connector, "_slurm_sigusr_handler_fn", record),
         patched(loop, "_broadcast_sigterm_tensor", act),
         watchdog().wakeup.by_signals(),
     ):
@@ -251,7 +251,7 @@ def acting_together(trainer: Trainer) -> Iterator[None]:
 
 
 def cause_of(exception: BaseException) -> BaseException:
-    """What has ended this rank: the SIGTERM that it received before, or else ``exception``.
+    """Return the cause of this rank's end: a SIGTERM received before, or else ``exception``.
 
     Batch systems send SIGTERM to the workers of its loaders, too, and their end is an exception.
     """
@@ -263,17 +263,17 @@ def cause_of(exception: BaseException) -> BaseException:
 
 
 _PATIENCE = 5.0
-"""Seconds for which a rank that has failed waits for the others, if a callback may save."""
+"""Seconds for which a failed rank waits for the others, if a callback may save."""
 
 
 class JobEnd(RankLocalCallback):
-    """Ends the job, before another callback waits for ranks that have not failed."""
+    """Ends the job when a rank fails, before another callback waits for the other ranks."""
 
     def on_exception(self, trainer: pl.Trainer, module: Any, exception: BaseException) -> None:
         """Let callbacks save if that is possible, and end the job."""
         try:
             save_together(trainer, exception)
-        except Exception as error:  # Its context is the one that was raised before.
+        except Exception as error:  # Its ``__context__`` is the exception before.
             exception = error
         trainer.strategy.on_exception(exception)
 
@@ -281,9 +281,9 @@ class JobEnd(RankLocalCallback):
 def save_together(trainer: pl.Trainer, exception: BaseException) -> None:
     """Call ``on_exception`` of the user's callbacks, if all ranks have failed at the same point.
 
-    Where a rank alone fails, the others are within a batch: there is no state of the whole model to
-    save, and a callback that asked the others for theirs would wait for ever. Where all fail in the
-    same hook or for the same batch, as they do for most errors outside of the step, there is one.
+    If one rank fails alone, the others are within a batch: the whole model has no consistent state,
+    and a callback that gathers it would wait for ever. If all ranks fail in the same hook or for
+    the same batch, as with most errors outside the step, the state can be saved.
     """
     callbacks = [each for each in callbacks_of(trainer) if _acts_on_exceptions(each)]
     position = (trainer.global_step, trainer.current_epoch, trainer.fit_loop.batch_idx)

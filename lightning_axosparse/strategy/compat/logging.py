@@ -1,4 +1,4 @@
-"""Records what a step logs and prints, and repeats it on every rank, once for the batch."""
+"""Records the log calls and prints of a step, and repeats them on every rank, once a batch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class LogCall(NamedTuple):
 
     Attributes:
         name: the first argument.
-        value: a tensor on the CPU, or what a metric object has returned last.
+        value: a tensor on the CPU, or the last value of a metric object.
         options: the other arguments; ``metric_attribute`` is the path of a metric object.
-        note: what the value is, where it was logged for a micro-batch.
+        note: how the value depends on samples, if it was logged by parts.
     """
 
     name: str
@@ -37,11 +37,11 @@ class LogCall(NamedTuple):
 
 
 class StepLog:
-    """Records what runs of a module's steps log and print.
+    """Records the log calls and prints of runs of a module's steps.
 
     Attributes:
-        calls: what was logged.
-        prints: functions that print what was printed.
+        calls: the log calls of the last recorded run.
+        prints: for each print, a function that does it.
     """
 
     def __init__(self, module: LightningModule) -> None:
@@ -53,33 +53,33 @@ class StepLog:
     def recorded(
         self, note_of: Callable[[Tensor], Note] | None = None
     ) -> AbstractContextManager[None]:
-        """Record what is logged and printed inside the context, and do nothing else with it.
+        """Record log calls and prints inside the context, instead of executing them.
 
-        Lightning checks the arguments of ``self.log``, in the line of the user.
+        Lightning checks the arguments of ``self.log``, in the user's line.
 
         Args:
-            note_of: says what a tensor is that is logged for a micro-batch.
+            note_of: returns the note of a tensor that is logged for a micro-batch.
         """
         self.calls, self.prints, self._note = [], [], UNKNOWN
         functions: dict[str, Any] = {"print": self._print}
         if note_of is not None:
-            functions["log"] = partial(self._noted, note_of)
+            functions["log"] = partial(self._log_of_part, note_of)
         results = cast(Any, self._module.trainer)._results
         # There are no results in prediction, where Lightning refuses to log.
         owners = vars(self._module), {} if results is None else vars(results)
         return _replaced((owners[0], functions), (owners[1], {"log": self._record}))
 
     def ignored(self) -> AbstractContextManager[None]:
-        """Do nothing, inside the context, with what is logged and printed."""
+        """Ignore log calls and prints inside the context."""
         return _replaced((vars(self._module), {"log": _ignore, "print": _ignore}))
 
     def print(self) -> None:
-        """Print what was printed; Lightning does so on the first rank."""
+        """Execute the recorded prints; Lightning prints on the first rank."""
         for each in self.prints:
             each()
 
     def replay(self, calls: Sequence[LogCall]) -> None:
-        """Log what was logged, for callbacks and loggers."""
+        """Execute log calls, for callbacks and loggers."""
         module = self._module
         for name, value, options, _ in calls:
             value = apply_to_collection(value, Tensor, lambda tensor: tensor.to(module.device))
@@ -87,13 +87,13 @@ class StepLog:
                 metric = cast(Metric, module.get_submodule(options["metric_attribute"]))
                 metric._forward_cache = value
                 value = metric
-            # An override of the user's has run before it was recorded.
+            # The user's override of ``log`` has run before the recording.
             LightningModule.log(module, name, value, **options)
 
-    def _noted(
+    def _log_of_part(
         self, note_of: Callable[[Tensor], Note], name: str, value: Any, *args: Any, **options: Any
     ) -> None:
-        """Log a value of a micro-batch; what an override makes of it is not known."""
+        """Log a value of a micro-batch with its note, unless the user overrides ``log``."""
         kind = type(self._module)
         is_known = isinstance(value, Tensor) and kind.log is LightningModule.log
         self._note = note_of(value) if is_known else UNKNOWN
@@ -109,14 +109,14 @@ class StepLog:
         sync_dist_group: Any,
         **options: Any,
     ) -> None:
-        """Record what Lightning would add to the results of the loop."""
+        """Record a call with which Lightning would add a value to the results of the loop."""
         if sync_dist_group is not None:
             raise MisconfigurationException(
                 f"`self.log({name!r}, ..., sync_dist_group=...)` is not possible in a pipeline,"
                 " whose stages belong to different groups. Leave it out: values are synchronised"
                 " over the replicas." + see("logging")
             )
-        # It is True by default, but given it is a request that Lightning may warn of.
+        # None is the default, True: an explicit True is a request that Lightning may warn of.
         options["logger"] = None if options["logger"] else False
         value = value._forward_cache if isinstance(value, Metric) else value
         value = recursive_detach(value, to_cpu=True)
@@ -125,13 +125,13 @@ class StepLog:
 
     def _print(self, *values: Any, **options: Any) -> None:
         module = self._module
-        texts = map(str, values)  # Values may change until then.
+        texts = map(str, values)  # Values may change before they are printed.
         self.prints.append(partial(type(module).print, module, *texts, **options))
 
 
 @contextmanager
 def _replaced(*replaced: tuple[dict[str, Any], Mapping[str, Any]]) -> Iterator[None]:
-    """Let objects, of which these are the attributes, have others inside the context."""
+    """Replace attributes of objects inside the context."""
     for attributes, functions in replaced:
         attributes.update(functions)
     try:
@@ -147,19 +147,19 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 
 
 def combined(parts: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> list[LogCall] | None:
-    """The calls of a batch, of those of its micro-batches.
+    """Combine the log calls of micro-batches to those of the batch.
 
     Args:
         parts: the calls of each micro-batch.
-        sizes: samples of each.
+        sizes: number of samples in each micro-batch.
 
     Returns:
-        None if they do not make them up: only means and sums over samples do.
+        The calls; None if a value is neither a mean nor a sum over samples.
     """
     names = [[call.name for call in part] for part in parts]
     if any(each != names[0] for each in names):
         return None
-    made = list[LogCall]()
+    of_batch = list[LogCall]()
     for calls in zip(*parts, strict=True):
         weights = LossWeights(sizes)
         for call in calls:
@@ -170,26 +170,26 @@ def combined(parts: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> list[L
         if options["batch_size"] is not None:
             options["batch_size"] = sum(call.options["batch_size"] for call in calls)
         value = weights.combined([call.value for call in calls])
-        made.append(LogCall(calls[0].name, value, options))
-    return made
+        of_batch.append(LogCall(calls[0].name, value, options))
+    return of_batch
 
 
 def alike(
-    made: Sequence[LogCall],
+    calls: Sequence[LogCall],
     expected: Sequence[LogCall],
     differ: Callable[[Tensor, Tensor], float],
     tolerance: float,
 ) -> bool:
-    """Whether the calls that micro-batches make up are those of the batch.
+    """Whether the combined calls of micro-batches are those of the batch.
 
     Args:
-        made: those.
-        expected: those of the batch.
-        differ: measures how much tensors differ, relative to their size.
-        tolerance: the largest relative difference.
+        calls: the combined calls.
+        expected: the calls of the batch.
+        differ: returns the relative difference of two tensors.
+        tolerance: the largest relative difference of values that count as equal.
     """
-    return len(made) == len(expected) and all(
+    return len(calls) == len(expected) and all(
         (own.name, own.options) == (other.name, other.options)
         and differ(own.value, other.value) <= tolerance
-        for own, other in zip(made, expected, strict=True)
+        for own, other in zip(calls, expected, strict=True)
     )

@@ -1,4 +1,4 @@
-"""Gives torchmetrics objects, which only the last stage updates, the same value on every rank."""
+"""Gives torchmetrics objects, updated only on the last stage, the same values on every rank."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _REPLACED = "_wrap_update", "_wrap_compute", "forward", "sync"
 
 
 class PipelinedMetrics:
-    """Makes every torchmetrics object of a module return the same on every rank of a grid.
+    """Makes every torchmetrics object of a module return the same value on every rank of a grid.
 
-    The last stage alone updates metrics, in the end of the step, once for the batch. ``compute()``
-    therefore runs there, with torchmetrics' own synchronisation over the replicas' last stages, and
-    its result is broadcast over the pipeline; as with any synchronised metric, every rank has to
-    call it. Inside :meth:`counted`, where the last stage alone runs, nothing is broadcast.
+    Only the last stage updates metrics, in the end of the step, once a batch. So ``compute()`` runs
+    there, with torchmetrics' own synchronisation over the replicas' last stages, and its result is
+    broadcast over the pipeline; as with any synchronised metric, every rank has to call it. Inside
+    :meth:`counted`, where only the last stage runs, nothing is broadcast.
 
-    Runs of a step on micro-batches change no metric (:meth:`skipped`).
+    Runs of a step on micro-batches do not change metrics (:meth:`skipped`).
 
     Args:
-        module: the LightningModule; its metrics are those among its submodules.
+        module: the LightningModule, with metrics among its submodules.
         data_group: this stage in all replicas; None if there is one replica.
         from_last_stage: returns the value of the last stage on every stage of the pipeline.
         is_last_stage: whether this process runs the last stage.
 
     Attributes:
-        touched: whether a metric was called in the last run that was skipped.
+        touched: whether a metric was called in the last run in :meth:`skipped`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PipelinedMetrics:
         self._mode: Literal["shared", "counted", "skipped", "read", "tried"] = "shared"
         self.touched = False
         self._returned: dict[int, Any] = {}
-        """What each metric's ``forward`` has returned last, by its id."""
+        """The last value of each metric's ``forward``, by the metric's id."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedMetrics:
         # Metrics carry references to this object, and users copy metrics (MetricTracker does).
@@ -72,10 +72,10 @@ class PipelinedMetrics:
                 own["update"] = partial(self._update, partial(type(metric).update, metric))
 
     def detach(self) -> None:
-        """Undo :meth:`attach`, and leave states on the last stage alone.
+        """Undo :meth:`attach`, and reset metrics on all stages but the last.
 
-        Of these torchmetrics computes over all ranks. No rank keeps a value that was computed: it
-        would not take part where others synchronise.
+        torchmetrics then computes over all ranks. Computed values are dropped on every rank, as a
+        rank with a value would not take part in the synchronisation of others.
         """
         for metric in self._metrics():
             for name in (*_REPLACED, "update"):
@@ -92,10 +92,10 @@ class PipelinedMetrics:
 
     @contextmanager
     def skipped(self, reads: bool = False) -> Iterator[None]:
-        """Change no metric inside the context: what they return there is not a number.
+        """Leave metrics unchanged inside the context, where their values are NaN.
 
         Args:
-            reads: whether to read the tensors that metrics are given.
+            reads: whether to read the tensors that are passed to metrics.
         """
         before, self.touched = self._mode, False
         self._mode = "read" if reads else "skipped"
@@ -109,7 +109,7 @@ class PipelinedMetrics:
         return (module for module in self._module.modules() if isinstance(module, kinds))
 
     def _skips(self, *arguments: Any) -> bool:
-        """Whether it is a micro-batch that calls a metric."""
+        """Whether the present run leaves metrics unchanged; record that it has called one."""
         if self._mode not in ("skipped", "read"):
             return False
         self.touched = True
@@ -125,7 +125,7 @@ class PipelinedMetrics:
             update(*args, **kwargs)
 
     def forward(self, metric: Metric, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward`` of a metric, unless a micro-batch does."""
+        """Call ``forward`` of a metric; in :meth:`skipped`, return NaN in the form of its value."""
         if not self._skips(args, kwargs):
             value = type(metric).forward(metric, *args, **kwargs)
             self._returned[id(metric)] = recursive_detach(value)
@@ -135,22 +135,22 @@ class PipelinedMetrics:
         return apply_to_collection(self._returned[id(metric)], Tensor, _not_a_number)
 
     def _tried(self, metric: Metric, args: Any, kwargs: Any) -> Any:
-        """What ``forward`` of a metric returns, whose values do not matter."""
+        """Call ``forward`` of a copy of a metric, for the form of its value."""
         try:
             with patched(self, "_mode", "tried"), without_dispatch_modes():
                 return recursive_detach(metric.clone().forward(*args, **kwargs))
-        except Exception:  # It may need more samples; where it counts it raises.
+        except Exception:  # It may need more samples; the run on the batch raises it again.
             return torch.zeros(())
 
     def sync(self, metric: Metric, **options: Any) -> None:
         """Synchronise a metric over the replicas, if all of them do."""
-        # They may run a step another number of times before it counts.
+        # Replicas may run a step different numbers of times before it counts.
         is_alone = self._data_group is None or self._mode not in ("shared", "counted")
         options.update(process_group=self._data_group, distributed_available=lambda: not is_alone)
         type(metric).sync(metric, **options)
 
     def _wrap_compute(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Compute on the last stage, and broadcast it."""
+        """Compute on the last stage, and broadcast the value."""
         own = type(metric)._wrap_compute(metric, compute)
 
         @wraps(compute)
@@ -160,7 +160,7 @@ class PipelinedMetrics:
                     return own(*args, **kwargs)
             if self._mode != "shared":
                 return own(*args, **kwargs)
-            # A metric made of metrics calls their `compute`, but on the last stage alone.
+            # A metric of metrics calls their `compute`, on the last stage alone.
             with self.counted():
                 value = own(*args, **kwargs) if self._is_last_stage else None
             value = self._from_last_stage(move_data_to_device(value, "cpu"))
@@ -170,12 +170,12 @@ class PipelinedMetrics:
 
 
 def _wrap_again(metric: Metric) -> None:
-    """Wrap ``update`` and ``compute`` as torchmetrics does for copies of metrics."""
+    """Wrap ``update`` and ``compute`` again, as torchmetrics does for copies of metrics."""
     for name in ("update", "compute"):
         vars(metric).pop(name, None)
     metric.__setstate__({})
 
 
 def _not_a_number(tensor: Tensor) -> Tensor:
-    # Made of the tensor, so that a loss which has it in it is not taken for a mean over samples.
+    # Computed from the tensor, so that a loss with it is not taken for a mean over samples.
     return tensor.to(torch.get_default_dtype()) * torch.nan

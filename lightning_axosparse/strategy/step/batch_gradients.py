@@ -1,4 +1,4 @@
-"""The gradients of one batch, from the losses of its micro-batches to their all-reduce."""
+"""The gradients of one batch, from the backward passes of its losses to the all-reduce."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ from lightning_axosparse.strategy.compat.gradients import (
 
 
 class BatchGradients:
-    """Makes, reduces and shows to hooks the gradients of one batch.
+    """Computes the gradients of one batch, calls the user's hooks, and averages over replicas.
 
-    Without a ``reducer``, which averages them over replicas, they stay local. ``stashed`` are those
-    of earlier batches, ``hooks`` those of the user's parameters.
+    Args:
+        module: the user's module.
+        precision: scales the loss.
+        reducer: all-reduces gradients over the replicas; None: they stay local.
+        stashed: the gradients of earlier batches.
+        hooks: the user's gradient hooks.
     """
 
     def __init__(
@@ -37,7 +41,7 @@ class BatchGradients:
         self._reducer, self._stashed, self._hooks = reducer, stashed, hooks
         self._factor = 1.0
         self.share = 1.0
-        """What the loss counts, where replicas train on parts of a batch."""
+        """The weight of this replica's loss, if replicas train on parts of one batch."""
 
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate the weighted loss of a micro-batch as Lightning would."""
@@ -49,8 +53,8 @@ class BatchGradients:
         """From now on, all-reduce gradients as soon as they are final.
 
         Args:
-            factor: what the gradients of the whole batch are to be multiplied by.
-            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
+            factor: factor by which all gradients of the batch are still to be multiplied.
+            deferred: parameters whose gradients are final only after :meth:`mark_final`.
         """
         self._factor = factor
         if self._reducer is not None:
@@ -63,12 +67,12 @@ class BatchGradients:
         return None if starts_accumulation(self._trainer) else self._stashed.earlier
 
     def mark_final(self, parameter: nn.Parameter) -> None:
-        """All-reduce with the gradient of this parameter, which was deferred."""
+        """Include the final gradient of a deferred parameter in the all-reduce."""
         if self._reducer is not None and parameter not in self._hooks.parameters:
             self._reducer.mark_final(parameter)
 
     def call_hooks(self, sharing: dict[nn.Parameter, Any]) -> None:
-        """Let the user's hooks see the gradients of the batch.
+        """Call the user's hooks with the gradients of the batch.
 
         Args:
             sharing: the parameters with hooks, and the ranks that have each a part of the gradient.

@@ -22,7 +22,7 @@ from lightning_axosparse.pipeline.batch_layout import (
     collated,
     inferred,
     is_array,
-    spelled,
+    path_text,
 )
 from lightning_axosparse.pipeline.microbatch import (
     MicroBatch,
@@ -46,9 +46,9 @@ class BatchSplitter:
     Batches of ``default_collate`` have the batch dimension first. With any other collate function,
     or hooks that change batches, all first dimensions must agree.
 
-    Replicas that share experts make equally many micro-batches, as each computes tokens of the
-    others: as many as the smallest of their batches allows. So none is empty or repeats samples,
-    of which a norm, a mean or a user's step might make NaN, statistics or logged values.
+    Replicas that share experts have equally many micro-batches, as each computes tokens of the
+    others: as many as the smallest of their batches allows. So no micro-batch is empty or repeats
+    samples, which could give NaN or change statistics and logged values.
 
     Micro-batches have at least ``fewest_samples``; smaller batches stay whole.
     """
@@ -65,16 +65,17 @@ class BatchSplitter:
         self._known: dict[tuple[object, int], _LoaderBatches] = {}
 
     def own_part(self, batch: Any, rest: Sequence[Any], grid: Grid) -> tuple[Any, float]:
-        """The part of a batch that this replica trains on, where others are given the same batch.
+        """Return this replica's part of a batch, if several replicas get the same batch.
 
         Args:
             batch: the batch of the loader.
             rest: the other arguments of the step.
-            grid: of the ranks.
+            grid: the grid of ranks.
 
         Returns:
-            The part, and its samples as a multiple of those that a replica has on average. Of a
-            batch with fewer samples than replicas, some get one that does not count.
+            The part, and the ratio of its samples to those of an average part: for 3 samples on 2
+            replicas, 2/3 and 4/3. If there are fewer samples than replicas, some replicas get one
+            sample with ratio 0.
         """
         replicas, index = grid.replicas_per_batch, grid.part_of_batch
         if replicas == 1:
@@ -90,7 +91,7 @@ class BatchSplitter:
     def split_to_train(
         self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
     ) -> list[MicroBatch]:
-        """Split a training batch into as many micro-batches as are wanted, if it is large enough.
+        """Split a training batch into the wanted number of micro-batches, if it is large enough.
 
         Replicas that share experts get equally many; collective over these. ``rest`` are the other
         arguments of the step.
@@ -125,7 +126,7 @@ class BatchSplitter:
         return split(batch, parts(all_gather(count, groups.experts)), layout)
 
     def _equally_many_parts(self, batch: Any, wanted: int, groups: ProcessGroups) -> Any:
-        """What the user's function makes of a batch, on all ranks with experts as many parts."""
+        """Call the user's function; replicas that share experts get equally many parts."""
         parts = self._parts(batch, wanted)
         numbers = all_gather(len(parts), groups.experts)
         if len(set(numbers)) > 1:
@@ -141,7 +142,7 @@ class BatchSplitter:
         return parts
 
     def _parts(self, batch: Any, wanted: int) -> Any:
-        """What the user's function makes of a batch."""
+        """Call the user's function, and check its result."""
         parts: Any = self._split_batch and self._split_batch(batch, wanted)
         if not isinstance(parts, Sequence | Tensor) or isinstance(parts, str) or len(parts) == 0:
             raise ValueError(
@@ -153,11 +154,11 @@ class BatchSplitter:
 
     @contextmanager
     def explained(self, rest: Sequence[Any], batch: Any) -> Iterator[None]:
-        """Say of an error inside the context that it may come from how the batch was split.
+        """Explain an error inside the context by how the batch was split.
 
         Raises:
-            MisconfigurationException: for an error of a step, where it had to be inferred from the
-                batch which tensors have an entry for each sample.
+            MisconfigurationException: for an error of a step, if the layout was inferred from the
+                batch.
         """
         try:
             yield
@@ -175,7 +176,7 @@ class BatchSplitter:
             ) from error
 
     def _loader(self, rest: Sequence[Any]) -> _LoaderBatches:
-        """What is known of the batches of the loader that the running loop uses."""
+        """Return the record of the loader that the running loop uses."""
         origin = loaders.source(self._trainer, rest)
         key = origin.loop, origin.index
         known = self._known.get(key)
@@ -188,7 +189,7 @@ class BatchSplitter:
 
 @dataclass
 class _LoaderBatches:
-    """What is known of the batches of a loader."""
+    """A loader, and the layout of its batches."""
 
     name: str
     loaders: tuple[Any, ...]
@@ -198,22 +199,22 @@ class _LoaderBatches:
     _logged: bool = False
 
     def layout(self, batch: Any, wanted: int) -> tuple[BatchLayout, int]:
-        """How to split a batch into ``wanted`` micro-batches, and the number of its samples."""
-        layout = self._find(batch)
+        """Return the layout by which to split a batch, and the number of its samples."""
+        layout = self._layout(batch)
         sizes = layout.sizes(batch)
         self._log(layout, batch, wanted)
         return layout, one_size(sizes)
 
     def inferred_shapes(self, batch: Any) -> list[str]:
-        """What is cut of a batch from whose loader it cannot be known; empty where it can."""
+        """Return the leaves that are split, with shapes, if the layout was inferred; else none."""
         if self._inferred is None:
             return []
         return [
-            f"{spelled(path)} {tuple(leaf.shape) if is_array(leaf) else f'({len(leaf)},)'}"
+            f"{path_text(path)} {tuple(leaf.shape) if is_array(leaf) else f'({len(leaf)},)'}"
             for path, leaf in self._inferred.leaves(batch)
         ]
 
-    def _find(self, batch: Any) -> BatchLayout:
+    def _layout(self, batch: Any) -> BatchLayout:
         if self.collates_as_usual:
             return collated(batch)
         if self._inferred is None or not self._inferred.fits(batch):
@@ -221,18 +222,18 @@ class _LoaderBatches:
         return self._inferred
 
     def _log(self, layout: BatchLayout, batch: Any, wanted: int) -> None:
-        """Log once what is split."""
+        """Log the layout once."""
         if self._logged:
             return
         self._logged = True
         note(f"Micro-batches of {self.name} batches: {layout}.")
-        names = ", ".join(spelled(path) for path in layout.objects)
+        names = ", ".join(path_text(path) for path in layout.objects)
         if layout.objects and not layout.dims:
             kind = f"a {type(batch).__module__}.{type(batch).__name__}"
-            what = kind if layout.objects == ((),) else f"nothing but {names} of unknown kind"
+            content = kind if layout.objects == ((),) else f"nothing but {names} of unknown kind"
             rank_zero_warn(
                 f"{self.name.capitalize()} batches stay whole, so microbatches={wanted} has no "
-                f"effect and stages wait for one another: a batch is {what}, of which it is not "
+                f"effect and stages wait for one another: a batch is {content}, of which it is not "
                 f"known how to cut samples out of it. {ASK}" + see("batches")
             )
         elif layout.objects:

@@ -1,8 +1,8 @@
 """Lets a step have its effects once a batch: logs, prints, metrics, attributes, loggers.
 
-Runs on micro-batches compute layers, and nothing else of them counts: what they change is put back.
-The run on the whole batch counts, on the last stage; the other ranks of the replica get what it has
-logged, printed and changed.
+Runs on micro-batches compute layers; their other effects are undone. The effects of the run on the
+whole batch count, on the last stage, which sends its log calls, prints and changed attributes to
+the other ranks of the replica.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
 LARGEST_MESSAGE = 2**20
-"""Bytes of attributes that the last stage sends to the others after a batch."""
+"""Largest number of bytes of attributes that the last stage sends after a batch."""
 
 
 class Changed(NamedTuple):
     """An attribute that a step has changed; can be pickled.
 
     Attributes:
-        place: the attribute.
-        how: it has changed.
-        rest: what it holds now, or of a list that was extended what is new, without tensors.
-        tensors: these.
+        path: path to the attribute.
+        how: the kind of change.
+        rest: the pickled value without tensors; of an extended list the new items.
+        tensors: the tensors in the value.
     """
 
-    place: AttributePath
+    path: AttributePath
     how: How
     rest: bytes
     tensors: list[Tensor]
 
 
 class StepEffects:
-    """What runs of the steps of a module do besides computing layers.
+    """The effects of runs of a module's steps, besides computing layers.
 
     Args:
         module: the user's module.
         layers: its pipelined layers.
         metrics: its metrics.
-        runs_alone: whether the run that counts is on one rank of several in a replica.
+        runs_alone: whether the replica has other ranks, which do not run the step on the batch.
 
     Attributes:
-        log: what the run that counts has logged and printed.
-        parts: what runs on micro-batches have logged, where they log.
+        log: the log calls and prints of the last recorded run.
+        parts: the log calls of each micro-batch, by parts.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class StepEffects:
         self.parts: list[list[LogCall]] = []
         within = {id(part) for layer in layers for part in layer.modules()}
         self._state = ModuleState(module, within)
-        self._has_others = False
+        self._has_other_effects = False
 
     def begin_batch(self) -> None:
-        """Note the state from which every run of the step begins."""
-        self._state.note()
+        """Capture the state with which every run of the step begins."""
+        self._state.capture()
         self.log.calls, self.parts = [], []
 
     @property
     def reached(self) -> Collection[int]:
-        """The objects that code outside the layers may change, by ``id``."""
+        """The ids of the objects that code outside the layers may change."""
         return self._state.reached
 
     @property
@@ -91,67 +91,67 @@ class StepEffects:
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
-        """Let nothing count of what a run does inside the context."""
+        """Undo all effects of the run inside the context."""
         with self._rewound(), self.log.ignored(), self._metrics.skipped(), self._silenced():
             yield
 
     @contextmanager
     def read(self) -> Iterator[None]:
-        """Let nothing count; but what is logged, or given to metrics, is read."""
+        """Undo all effects, but read the values that are logged or given to metrics."""
         with self._rewound(), self._silenced(), self.log.recorded():
             with self._metrics.skipped(reads=True):
                 yield
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Let all of it count that a run does inside the context, once for the batch."""
+        """Let the effects of the run inside the context count, once for the batch."""
         alone = broadcasting_nothing(self._module.trainer) if self._runs_alone else nullcontext()
         try:
             with self.log.recorded(), self._metrics.counted(), alone:
                 yield
-        except Exception:  # What was printed may say why.
+        except Exception:  # The prints may explain the error.
             self.log.print()
             raise
-        except BaseException:  # It runs again.
+        except BaseException:  # The step runs again.
             self._state.rewind()
             raise
         self.log.print()
 
     @contextmanager
     def of_part(self, note_of: Callable[[Tensor], Note]) -> Iterator[None]:
-        """Record what a run on a micro-batch logs inside the context; nothing else counts.
+        """Record the log calls of a run on a micro-batch, and undo its other effects.
 
         Args:
-            note_of: says what a tensor is.
+            note_of: returns the note of a tensor.
         """
-        self._has_others = False
+        self._has_other_effects = False
         with self._rewound(), self._metrics.skipped(), self._silenced() as written:
             with self.log.recorded(note_of):
                 yield
-        self._has_others |= bool(written or self.log.prints) or self._metrics.touched
+        self._has_other_effects |= bool(written or self.log.prints) or self._metrics.touched
         self.parts.append(self.log.calls)
 
     def combined(self, sizes: Sequence[int]) -> list[LogCall] | None:
-        """What the batch logs, of what its micro-batches have; None if these do not make it up."""
+        """Return the log calls of the batch; None if they do not follow from micro-batches."""
         return combined(self.parts, sizes)
 
-    def part_has_others(self, output: Any) -> bool:
-        """Whether that run has done something else that counts, or has returned it."""
+    def part_has_other_effects(self, output: Any) -> bool:
+        """Whether that run had other effects, or returned more than the loss."""
         returns = isinstance(output, Mapping) and len(output) > 1
         returns = returns and outputs_are_read(self._module.trainer, "training_step")
-        return self._has_others or returns
+        return self._has_other_effects or returns
 
     @contextmanager
     def _rewound(self) -> Iterator[None]:
-        """Put back what a run changes on the module, outside the layers."""
+        """Undo the changes of a run to the module, outside the layers."""
         try:
             yield
         finally:
-            self._has_others |= self._state.rewind()
+            self._has_other_effects |= self._state.rewind()
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
-        """What has to observe runs, so that it is known what they change."""
+        """The modes that have to observe runs to see writes to tensors."""
         return [self._state.writes()] if self._state.storages else []
 
     def _silenced(self) -> AbstractContextManager[Any]:
@@ -160,39 +160,39 @@ class StepEffects:
         return loggers_silenced(trainer) if is_needed else nullcontext(())
 
     def changed(self) -> tuple[list[Changed], list[str]]:
-        """What the run that counts has changed, for :meth:`apply` on other ranks.
+        """Return the changes of the run that counts, for :meth:`apply` on other ranks.
 
         Returns:
-            What was changed, and what to warn of, as it cannot be sent.
+            The changed attributes, and warnings of those that cannot be sent.
         """
         changed, warnings, left = list[Changed](), list[str](), LARGEST_MESSAGE
-        found = self._state.changes() if self._runs_alone else {}
-        for place, (how, value) in found.items():
+        changes = self._state.changes() if self._runs_alone else {}
+        for path, (how, value) in changes.items():
             try:
                 rest, taken = take_apart(value, (Tensor, *SHARED))
             except CannotPickle:
                 rest, taken = b"", [None]
             size = len(rest) + sum(each.nbytes for each in taken if isinstance(each, Tensor))
             if size > left or not all(isinstance(each, Tensor) for each in taken):
-                warnings.append(not_sent(place))
+                warnings.append(not_sent(path))
                 continue
             left -= size
-            # As copies, since of a view all that it is a part of would be sent.
+            # As copies, since a view would be sent with the whole tensor of which it is a part.
             tensors = [tensor.detach().to("cpu", copy=True) for tensor in taken]
-            changed.append(Changed(place, how, rest, tensors))
+            changed.append(Changed(path, how, rest, tensors))
         return changed, warnings
 
     def apply(self, changed: Sequence[Changed]) -> None:
-        """Change what the run that counts has changed on another rank."""
-        for place, how, rest, tensors in changed:
+        """Apply the changes of the run that counts, on another rank."""
+        for path, how, rest, tensors in changed:
             own = [tensor.to(self._module.device) for tensor in tensors]
-            write(self._module, place, how, put_together(rest, own))
+            write(self._module, path, how, put_together(rest, own))
 
 
-def not_sent(place: AttributePath) -> str:
-    """What to say of an attribute that is too large to be sent to the other stages."""
+def not_sent(path: AttributePath) -> str:
+    """Return the warning about an attribute that is too large to be sent to the other stages."""
     return (
-        f"The step changes `{place}`, but what is new is larger than 1 MB, or an object that cannot"
+        f"The step changes `{path}`, but what is new is larger than 1 MB, or an object that cannot"
         " be sent: only the rank of the last stage, which is the first one, has it. Log values or "
         "torchmetrics objects, which every rank receives, or read it where "
         "`trainer.is_global_zero`." + see("steps")

@@ -1,7 +1,7 @@
-"""Learns what the steps on a loader's batches do, and decides how their loss is differentiated.
+"""Learns how steps behave on the batches of a loader, and decides whether by parts is right.
 
-Batches 1, 2, 4, 8, ... of a loader are compared with their micro-batches, and so are the first ones
-of epochs of training, and those whose steps call other functions than before.
+Batches 1, 2, 4, 8, ... of a loader are compared with their micro-batches, as are the first batches
+of training epochs, and batches whose steps call other functions than before.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from lightning_axosparse.pipeline.joining import Layouts
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Again, Batch
 from lightning_axosparse.strategy.compat.lockstep import position
-from lightning_axosparse.strategy.step.comparison import Comparison, Found
+from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonResult
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.troubleshooting import see
 
 Loss: TypeAlias = Literal["auto", "whole", "parts"]
 
 _LEAST_BETWEEN = 8
-"""Batches after which the first one of an epoch is compared, as epochs may be short."""
+"""Least number of batches between comparisons at the beginning of epochs, which may be short."""
 _MOST_PROGRAMS = 8
-"""So often steps may call other functions before losses are differentiated once a batch."""
+"""Number of times that steps may call other functions before by parts is given up."""
 
 
 @dataclass
 class LoaderSteps:
-    """What is known of the steps on the batches of a loader.
+    """The known behaviour of the steps on the batches of a loader.
 
     Attributes:
-        reads: what each stage was seen to read of the values of others.
-        crossing: what crosses the edges of stages; None where that is not known: everything.
-        layouts: how the tensors lie that layers give.
+        reads: the values of other stages that each stage has read in a probe.
+        crossing: the values that each stage sends; None if unknown: all values.
+        layouts: the layouts of samples in layer outputs.
         draws: whether the step draws random numbers outside the layers.
-        by_parts: whether losses are differentiated micro-batch by micro-batch.
-        has_others: whether the step does something else than to log means and return a loss.
+        by_parts: whether losses are differentiated by parts.
+        has_other_effects: whether the step has other effects than to log means and return a loss.
         functions: hashes of the functions that the steps of compared micro-batches have called;
             None if they could not be compared.
-        batches: how many there were.
+        batches: number of batches so far.
     """
 
     reads: dict[int, Reads] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class LoaderSteps:
     layouts: Layouts = field(default_factory=Layouts)
     draws: bool = False
     by_parts: bool = False
-    has_others: bool = False
+    has_other_effects: bool = False
     functions: set[int] | None = field(default_factory=set)
     batches: int = 0
     _compared: int = 0
@@ -68,7 +68,7 @@ class LoaderSteps:
         return is_due
 
     def add_reads(self, reads: dict[int, Reads]) -> None:
-        """Take in what stages were seen to read."""
+        """Add the values that stages have read in a probe."""
         for stage, each in reads.items():
             known = self.reads.setdefault(stage, each)
             known.read |= each.read
@@ -77,19 +77,19 @@ class LoaderSteps:
         self.crossing = learned(self.reads)
 
     def changes_too_often(self) -> bool:
-        """Count that steps call other functions than before; return whether that is too often."""
+        """Count a change of the functions that steps call; return whether there were too many."""
         self._changes += 1
         return self._changes > _MOST_PROGRAMS
 
 
 class StepLearner:
-    """Learns of steps, and tells users what they should know of it.
+    """Runs probes and comparisons, and reports their results to the user.
 
     Args:
         trainer: the Trainer.
-        loss: how losses are differentiated: once a batch, by parts, or as comparison shows.
-        free: returns the bytes that this rank may still take.
-        tolerance: largest relative difference of equal values.
+        loss: how losses are differentiated: whole, by parts, or as a comparison shows.
+        free: returns the bytes that this rank may still allocate.
+        tolerance: largest relative difference of values that count as equal.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class StepLearner:
     ) -> None:
         self._trainer, self._loss = trainer, loss
         self._free, self._tolerance = free, tolerance
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch, trains: bool) -> None:
-        """Find out what crosses the edges of stages, and compare batches that are due."""
+        """Probe which values stages read, and compare a batch that is due."""
         is_due = known.begin_batch(trains and self._trainer.fit_loop.batch_idx == 0)
         if not step.microbatches:
             return
@@ -113,18 +113,18 @@ class StepLearner:
     def run_again(
         self, run: OpenPipeline, known: LoaderSteps, step: Batch, again: Again, reason: str
     ) -> None:
-        """Prepare for a batch to run again, of which nothing counted.
+        """Prepare for a batch to run again, after its effects were dropped.
 
         Args:
-            run: what steps have in common.
-            known: what is known.
+            run: the pipeline of the run.
+            known: the known behaviour of the loader's steps.
             step: the batch.
-            again: why, where it can run again in the same way.
-            reason: why its loss is differentiated once a batch from now on; else empty.
+            again: the reason, if it can run again in the same way; else empty.
+            reason: the reason to differentiate the whole loss from now on; else empty.
         """
         run.effects.begin_batch()
         known.draws |= again == "draws"
-        known.has_others |= again == "has others"
+        known.has_other_effects |= again == "has other effects"
         if again == "reads":
             known.crossing = None
         elif again == "calls others" and known.changes_too_often():
@@ -133,49 +133,53 @@ class StepLearner:
             self._compare(run, known, step, True)
         if reason:
             known.by_parts = False
-            self._tell_whole(step, reason)
+            self._report_whole(step, reason)
 
     def _compare(self, run: OpenPipeline, known: LoaderSteps, step: Batch, trains: bool) -> None:
         """Compare a batch with its micro-batches."""
         shares_passes = run.stage_module.groups.experts is not None
         may_part = trains and self._loss == "auto" and not shares_passes
         step = replace(step, crossing=known.crossing)
-        found = Comparison(run, step, self._tolerance).find(self._free, may_part)
+        result = Comparison(run, step, self._tolerance).compare(self._free, may_part)
         run.effects.begin_batch()
-        if found.layers is not None and run.pipeline.is_divided:
-            raise self._layers_differ(found, step)
-        known.layouts.known.update(found.layouts)
-        known.draws |= found.draws
-        known.has_others |= found.has_others
+        if result.layers is not None and run.pipeline.is_divided:
+            raise self._layers_differ(result, step)
+        known.layouts.known.update(result.layouts)
+        known.draws |= result.draws
+        known.has_other_effects |= result.has_other_effects
         if known.functions is not None:
-            known.functions.update(found.functions)
-        run.layer_state.learn(found.counted, found.rewritten)
-        for text in found.warnings:
+            known.functions.update(result.functions)
+        run.layer_state.learn(result.counted, result.rewritten)
+        for text in result.warnings:
             self.warn(text)
         if trains and run.pipeline.is_divided:
             self._warn_of_backward_hooks(run.stage_module.layers)
-        if found.problem and not (found.is_too_large and known.functions is None):
+        if result.problem and not (result.is_too_large and known.functions is None):
             name, where = step.step.__name__, self._where(step)
-            self._tell(f"{name} could not be compared in {where}: {found.problem}." + see("losses"))
+            self._report(
+                f"{name} could not be compared in {where}: {result.problem}." + see("losses")
+            )
         if may_part and (known.batches == 1 or known.by_parts):
-            self._decide(run, known, step, found)
+            self._decide(run, known, step, result)
 
-    def _decide(self, run: OpenPipeline, known: LoaderSteps, step: Batch, found: Found) -> None:
+    def _decide(
+        self, run: OpenPipeline, known: LoaderSteps, step: Batch, result: ComparisonResult
+    ) -> None:
         """Decide how the loss is differentiated from now on."""
-        if found.is_too_large:  # What follows the samples has to do.
+        if result.is_too_large:  # Rely on the tracker alone.
             known.by_parts, known.functions = True, None
             return
-        reason = found.problem or found.reason
-        if found.layers is not None:
-            reason = reason or f"{found.layers[1]} compares samples"
-        if found.has_others and not run.pipeline.is_divided:
+        reason = result.problem or result.reason
+        if result.layers is not None:
+            reason = reason or f"{result.layers[1]} compares samples"
+        if result.has_other_effects and not run.pipeline.is_divided:
             reason = reason or "it does more than to log means and return a loss"
         known.by_parts = not reason
         if reason:
-            self._tell_whole(step, reason)
+            self._report_whole(step, reason)
 
-    def _tell_whole(self, step: Batch, reason: str) -> None:
-        self._tell(
+    def _report_whole(self, step: Batch, reason: str) -> None:
+        self._report(
             f"From {self._where(step)} on, the loss is differentiated once a batch, and stages hold"
             f" all {len(step.microbatches)} micro-batches until then: {reason}." + see("losses")
         )
@@ -184,15 +188,15 @@ class StepLearner:
         loop, epoch, index = position(self._trainer)
         return f"{step.step.__name__}, {loop} epoch {epoch}, batch {index}"
 
-    def _tell(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _report(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             rank_zero_info(text)
 
     def warn(self, text: str) -> None:
-        """Warn of something once."""
-        if text not in self._told:
-            self._told.add(text)
+        """Warn once."""
+        if text not in self._reported:
+            self._reported.add(text)
             rank_zero_warn(text)
 
     def _warn_of_backward_hooks(self, pipelined: PipelinedLayers) -> None:
@@ -205,10 +209,10 @@ class StepLearner:
                         + see("steps")
                     )
 
-    def _layers_differ(self, found: Found, step: Batch) -> MisconfigurationException:
-        """The error of layers that compute something else in micro-batches."""
-        assert found.layers is not None
-        _, name, by = found.layers
+    def _layers_differ(self, result: ComparisonResult, step: Batch) -> MisconfigurationException:
+        """Return the error of layers whose outputs differ for micro-batches."""
+        assert result.layers is not None
+        _, name, by = result.layers
         much = "of other shapes or kinds" if by == float("inf") else f"that differs by {by:.1%}"
         return MisconfigurationException(
             f"In {self._where(step)}, {name} gives something {much} for {len(step.microbatches)} "

@@ -1,4 +1,4 @@
-"""What the steps of a run share on one grid of ranks: stages, and the effects of steps."""
+"""The objects that the steps of a run share on one grid of ranks: pipeline, effects, state."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from lightning_axosparse.support.patched import patched
 
 
 class OpenPipeline:
-    """What steps need on one grid of ranks; creating it is collective over the job.
+    """The pipeline of one grid of ranks, with effects and state; creating it is collective.
 
-    ``give_gradients`` gives parameters the gradients that a step has computed.
+    ``give_gradients`` sets the gradients of parameters to those that a step has computed.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OpenPipeline:
         self.stage_module = stage_module
         part = grid.part_of_batch if grid.replicas_per_batch > 1 else None
         self.rng = PipelineRNG(torch.initial_seed(), stage_module.device, part)
-        with ExitStack() as undo:  # What fails half-way is undone.
+        with ExitStack() as undo:  # An error below undoes the changes before it.
             undo.callback(restore_precision, precision)
             pipeline_precision(
                 precision,
@@ -85,12 +85,12 @@ class OpenPipeline:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """Undo what creating it changed in the module; metrics keep the states that count."""
+        """Undo the changes to the module; metrics keep the states of the last stage."""
         self._undo.close()
 
     @contextmanager
     def layers_rewound(self, stages: Collection[int]) -> Iterator[None]:
-        """Put back what is changed on layers of some stages inside the context."""
+        """Undo, after the context, the changes to the layers of some stages."""
         state = self.state_of_layers(stages)
         try:
             with state.writes():
@@ -99,11 +99,11 @@ class OpenPipeline:
             state.rewind()
 
     def state_of_layers(self, stages: Collection[int]) -> ModuleState:
-        """What steps may change on layers of some stages, but nothing that is outside, too."""
+        """Capture the state of the layers of some stages, without objects used outside, too."""
         layers = self.stage_module.layers
         own = [layers.names[index] for stage in stages for index in layers.part(stage)]
         return ModuleState(self.stage_module.module, self.effects.reached, own)
 
     def _outer_parameters(self) -> list[nn.Parameter]:
-        """The parameters outside the layers that are trained."""
+        """Return the parameters outside the layers that are trained."""
         return [each for each in self.stage_module.sharding.outside() if each.requires_grad]

@@ -1,4 +1,4 @@
-"""Runs Lightning's steps on a batch: splits it, runs the pipeline, hands on what the step did."""
+"""Runs Lightning's steps on a batch: splits it, runs the pipeline, shares the step's results."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ from lightning_axosparse.strategy.step.whole_step import StepContext
 
 @dataclass
 class StepResult:
-    """What the step on a batch did, on the last stage; can be pickled.
+    """The results of the step on a batch, from the last stage; can be pickled.
 
     Attributes:
-        output: what it returned; for other ranks the loss.
-        calls: what it logged.
-        changed: attributes of the module.
-        warnings: of attributes that cannot be sent.
-        generators: the state in which it left the random generators; None if in that of before.
+        output: the output of the step; on other ranks only its loss.
+        calls: its log calls.
+        changed: the changed attributes of the module.
+        warnings: about attributes that cannot be sent.
+        generators: the states of the random generators after the step; None if unchanged.
         reason: why a batch that was differentiated by parts runs again as a whole; else empty.
-        again: why else it runs again; else empty.
+        again: why the batch runs again in the same way; else empty.
     """
 
     output: Any = None
@@ -75,7 +75,7 @@ class StepRunner:
     """Runs the steps of a module whose layers are partitioned into stages.
 
     Creating it is collective over the job. With ``steps_in_parts`` the optimizer itself waits for
-    each part of the gradients before it uses it, by :meth:`StageModule.await_gradients`.
+    each part of the gradients, by :meth:`StageModule.await_gradients`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class StepRunner:
         self._schedule = SCHEDULES[config.schedule]
         self._loss: Loss = config.loss
         self.parts = config.parts
-        """Micro-batches that are wanted of a batch."""
+        """Wanted number of micro-batches in a batch."""
         self._splitter = BatchSplitter(trainer, self.parts, config.split_batch, fewest)
         tolerance = tolerance_of(precision, device)
         self._learner = StepLearner(trainer, config.loss, in_flight.free, tolerance)
@@ -102,7 +102,7 @@ class StepRunner:
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
         self._tolerance = tolerance
         _agree_on_seed(stage_module)
-        self._tells_times = config.balance == "parameters"
+        self._compares_times = config.balance == "parameters"
         self._open = self._opened(stage_module)
 
     def open(self, stage_module: StageModule) -> None:
@@ -112,8 +112,8 @@ class StepRunner:
         self._open = self._opened(stage_module)
 
     def _opened(self, stage_module: StageModule) -> OpenPipeline:
-        # On a GPU, the clock sees when passes are launched.
-        is_timed = self._tells_times and stage_module.device.type == "cpu"
+        # On a GPU, the clock measures only the launches of passes.
+        is_timed = self._compares_times and stage_module.device.type == "cpu"
         self._times = StageTimes(stage_module.groups.inter if is_timed else None)
         limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
         return OpenPipeline(
@@ -121,12 +121,12 @@ class StepRunner:
         )
 
     def close(self) -> None:
-        """Give the module its own logging and metrics back, with the states that count."""
+        """Restore the module's own logging and metrics; metrics keep the last stage's states."""
         self._open.close()
 
     @property
     def limit(self) -> InFlightLimit:
-        """Most micro-batches that a stage may hold."""
+        """The in-flight limit."""
         return self._open.pipeline.limit
 
     def measure_again(self) -> None:
@@ -149,7 +149,7 @@ class StepRunner:
         """Run the module's ``training_step`` forward and backward, in the context of ``precision``.
 
         Returns:
-            What it returned for the batch; on other ranks than the last stage's its loss.
+            The output of the step; on ranks without the last stage, its loss.
         """
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
@@ -164,7 +164,7 @@ class StepRunner:
                 while result.reason or result.again:
                     self._learner.run_again(run, known, step, result.again, result.reason)
                     result = self._trained(known, step, share)
-                return self._settled(result)
+                return self._applied(result)
 
     def evaluate(
         self,
@@ -177,8 +177,7 @@ class StepRunner:
         """Run the module's ``validation_step``, ``test_step`` or ``predict_step`` forward.
 
         Returns:
-            What it returned for the batch; on other ranks than the last stage's its loss, except in
-            prediction.
+            The output of the step; on ranks without the last stage its loss, except in prediction.
         """
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
@@ -193,14 +192,14 @@ class StepRunner:
                 while result.again:
                     self._learner.run_again(run, known, step, result.again, "")
                     result = self._evaluated(known, step)
-                return self._settled(result)
+                return self._applied(result)
 
     def _loader_steps(self, step: Batch) -> LoaderSteps:
         origin = source(self._trainer, step.args)
         return self._known[origin.loop, origin.index]
 
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:
-        """Train on a batch; return what the step did, the same on all ranks of the replica."""
+        """Train on a batch; return the results of the step, on all ranks of the replica."""
         run, stage_module = self._open, self._open.stage_module
         parameters = stage_module.sharding.held().values()
         hooks = GradientHooks(parameters)
@@ -232,24 +231,24 @@ class StepRunner:
         return self._shared(result)
 
     def _by_parts(self, known: LoaderSteps) -> Callable[..., TrainingStageStep]:
-        """What makes the last stage's step where losses are differentiated by parts."""
+        """Return the function that makes the last stage's step for a loss by parts."""
         effects, guesses = self._open.effects, self._loss == "parts"
         return partial(
             PartedStageStep,
             tracker=SampleTracker(effects.constants),
             log=effects,
-            keeps=known.has_others,
+            keeps=known.has_other_effects,
             known=None if guesses else known.functions,
             may_guess=guesses,
         )
 
     def _result(self, last: TrainingStageStep | None, step: Batch, by_parts: bool) -> StepResult:
-        """What the step did, on the last stage; elsewhere nothing."""
+        """Return the results of the step, on the last stage; empty ones on other ranks."""
         if last is None:
             return StepResult()
         run = self._open
         if not isinstance(last, PartedStageStep):
-            return StepResult(again=last.again) if last.is_void else self._done(last.output)
+            return StepResult(again=last.again) if last.is_void else self._step_result(last.output)
         if last.is_void:
             return StepResult(again=last.again, reason=last.problem)
         if not last.activations:
@@ -260,24 +259,24 @@ class StepRunner:
             return StepResult(output, calls)
         with torch.no_grad():
             end = StepEnd(step, run.stage_module.layers, run.rng)
-            return self._done(end.run(last.activations))
+            return self._step_result(end.run(last.activations))
 
-    def _done(self, output: Any) -> StepResult:
-        """What the run that counts has done, on the last stage."""
+    def _step_result(self, output: Any) -> StepResult:
+        """Return the results of the run that counts, on the last stage."""
         run = self._open
         output = apply_to_collection(output, Tensor, Tensor.detach)
         changed, warnings = run.effects.changed()
         return StepResult(output, run.effects.log.calls, changed, warnings, run.rng.keep())
 
     def _evaluated(self, known: LoaderSteps, step: Batch) -> StepResult:
-        """Evaluate a batch; return what the step did, the same on all ranks of the replica."""
+        """Evaluate a batch; return the results of the step, on all ranks of the replica."""
         run = self._open
         run.layer_state.begin_batch()
         result = StepResult()
         try:
             output = run.pipeline.evaluate(self._with_known(known, step, is_whole=True))
             if run.stage_module.runs_last_stage:
-                result = self._done(output)
+                result = self._step_result(output)
         except RunAgain as error:
             result = StepResult(again=error.why)
         result = self._shared(result)
@@ -290,7 +289,7 @@ class StepRunner:
             self._learner.warn(text)
 
     def _shared(self, result: StepResult) -> StepResult:
-        """The last stage's result on all ranks of the replica, on which its own output stays."""
+        """Broadcast the result of the last stage in the replica; that stage keeps its output."""
         stage_module = self._open.stage_module
         groups, own = stage_module.groups, result.output
         if groups.replica is None:
@@ -304,9 +303,9 @@ class StepRunner:
         return received
 
     def _synchronized(self, call: LogCall) -> LogCall:
-        """A value as Lightning would synchronise it, if replicas had batches of different loaders.
+        """Synchronise a logged value, if Lightning does not.
 
-        For it a job whose replicas are all given the same batches, after a regrid, is one process.
+        After a regrid, replicas get parts of the same batches, and Lightning sees one process.
         """
         strategy: Any = self._trainer.strategy
         is_metric = call.options["metric_attribute"] is not None
@@ -316,8 +315,8 @@ class StepRunner:
         by = call.options["reduce_fx"]
         return call._replace(value=strategy.reduce(value, reduce_op=getattr(by, "__name__", by)))
 
-    def _settled(self, result: StepResult) -> Any:
-        """Let this rank have what the step did; return what it returned."""
+    def _applied(self, result: StepResult) -> Any:
+        """Apply the results of the step on this rank; return its output."""
         run = self._open
         if not run.stage_module.runs_last_stage:
             run.effects.apply(result.changed)
@@ -325,12 +324,12 @@ class StepRunner:
             run.rng.adopt(result.generators)
         for text in result.warnings:
             self._learner.warn(text)
-        with self._precision.forward_context():  # It says of which dtype a logged number becomes.
+        with self._precision.forward_context():  # It determines the dtype of a logged number.
             run.effects.log.replay([self._synchronized(call) for call in result.calls])
         return move_data_to_device(result.output, run.stage_module.device)
 
     def _with_known(self, known: LoaderSteps, step: Batch, is_whole: bool) -> Batch:
-        """The batch with what is known of the steps of its loader."""
+        """Add the known behaviour of the loader's steps to a batch."""
         stage_module = self._open.stage_module
         numbers: dict[int, SampledNumbers] = {}
         if known.draws:
@@ -347,7 +346,7 @@ class StepRunner:
         )
 
     def _give_gradients(self) -> None:
-        """Give the parameters the gradients that the step has computed."""
+        """Set the gradients of parameters to those that the step has computed."""
         self._stashed.restore()
         self._open.stage_module.remote_gradients.present()
 
@@ -360,7 +359,7 @@ class StepRunner:
         kwargs: dict[str, Any],
         microbatches: Sequence[MicroBatch],
     ) -> Batch:
-        """What the stages of this rank need to run a step on a batch."""
+        """Create the batch that the stages of this rank share."""
         return Batch(
             step=user_step,
             args=args,
@@ -373,7 +372,7 @@ class StepRunner:
         )
 
     def _fingerprint(self, batch: Any) -> BatchFingerprint:
-        """What the ranks that are given this batch compare."""
+        """Return the fingerprint that ranks with the same batch compare."""
         if self._open.stage_module.groups.replica is None:
             return BatchFingerprint()
         loop, epoch, index = position(self._trainer)
@@ -381,9 +380,9 @@ class StepRunner:
 
 
 def _loss_alone(output: Any) -> Any:
-    """The loss of an output, in the same structure: the part that is small whatever it is made of.
+    """Return the loss in an output, in the same structure: it is small whatever else is in it.
 
-    A scalar itself; of a mapping a dict with its "loss", if it has one; None of anything else.
+    A scalar gives itself, a mapping a dict with its "loss", if there is one, all else None.
     """
     if isinstance(output, Mapping):
         return {"loss": output["loss"]} if _is_scalar(output.get("loss")) else {}
@@ -395,6 +394,6 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _agree_on_seed(stage_module: StageModule) -> None:
-    """Give all ranks whose loaders return the same batches one random state; collective."""
+    """Broadcast one random state to all ranks whose loaders return the same batches."""
     groups, grid = stage_module.groups, stage_module.grid
     broadcast_seed(groups.same_loader, grid.same_batch_ranks[0])

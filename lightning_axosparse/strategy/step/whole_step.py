@@ -1,4 +1,4 @@
-"""Runs Lightning's steps where a rank has the whole module and takes each batch as a whole."""
+"""Runs Lightning's steps on whole batches, if a rank has the whole module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WholeStepRunner:
     def evaluate(
         self, user_step: Callable[..., Any], precision: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a step of the module in the context that ``precision`` makes."""
+        """Run a step of the module in the context of ``precision``."""
         with this_rank().step(*position(self._trainer)), clock.span("forward"), precision():
             return user_step(*args, **kwargs)
 
@@ -56,7 +56,7 @@ class WholeStepRunner:
 
     @contextmanager
     def _differentiates(self) -> Iterator[None]:
-        """All-reduce each gradient as soon as the backward pass in the context has made it."""
+        """All-reduce each gradient as soon as the backward pass in the context has computed it."""
         reducer = self._stage_module.step_reducer
         with this_rank().step(*position(self._trainer)):
             if reducer is not None:
@@ -69,4 +69,4 @@ class WholeStepRunner:
                     reducer.wait_for(reducer.under_way)
 
     def measure_again(self) -> None:
-        """Do nothing: neither limit nor schedule is chosen here."""
+        """Do nothing: the in-flight limit is constant."""

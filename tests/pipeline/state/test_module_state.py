@@ -259,12 +259,12 @@ def test_some_layers_are_captured_by_themselves_and_others_left_out() -> None:
     assert module.model[2].calls == 1
 
 
-def test_a_later_state_is_gone_back_to_once_it_was_noted() -> None:
+def test_a_later_state_is_restored_once_it_was_captured() -> None:
     module = Module()
     state = ModuleState(module)
     with state.writes():
         step(module)
-    state.note()
+    state.capture()
     assert state.changes() == {}
     module.meters["accuracy"].total, module.made[0] = 2.0, 7.0
     assert places(rewound(state)) == {"self.meters['accuracy'].total", "self.made"}
@@ -283,12 +283,12 @@ def test_a_list_that_has_grown_tells_what_is_new() -> None:
     module.items += [5, 6]
     module.other = [1, 2]
     assert state.changes() == {items: ("extended", [5, 6]), other: ("replaced", [1, 2])}
-    state.note()
+    state.capture()
     module.items[1].append(7)
     assert state.changes() == {items: ("changed", module.items)}
     module.items.append(8)
     assert state.changes()[items][0] == "changed", "an item of it has changed, too"
-    state.note()
+    state.capture()
     module.items[0] = 7
     module.items.append(8)
     assert state.changes()[items][0] == "changed", "it has changed besides"

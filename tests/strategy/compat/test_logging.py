@@ -192,7 +192,7 @@ def test_of_numbers_and_constants_nothing_is_known(
     tracker.begin(2, None)
     samples = torch.ones(2, 3)
     tracker.add(samples, Axis(0))
-    with tracker, log.recorded(tracker.of_tensor):
+    with tracker, log.recorded(tracker.note_of):
         module.log("mean", samples.mean())
         module.log("value", value)
         module.log("number", samples.shape[0])

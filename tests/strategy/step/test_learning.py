@@ -167,10 +167,10 @@ def test_a_batch_that_does_not_fit_is_followed_only(
     lines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fits(comparison: Any, free: Any, may_part: bool) -> Any:
-        return find(comparison, lambda: 0, may_part)
+        return compare(comparison, lambda: 0, may_part)
 
-    find = Comparison.find
-    monkeypatch.setattr(Comparison, "find", fits)
+    compare = Comparison.compare
+    monkeypatch.setattr(Comparison, "compare", fits)
     assert_equals_one_process(mse)
     assert lines() == []
 
