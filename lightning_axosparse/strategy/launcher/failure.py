@@ -114,25 +114,23 @@ def error_of(folder: Path, code: int) -> Exception:
     ``code`` is that of mpiexec; 0 if it was stopped because a process had ended.
     """
     deadline = time.monotonic() + _PATIENCE
-    while not [*folder.glob("failure-*"), *folder.glob("ended-*")] and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        reports: list[Report] = [load(file) for file in folder.glob("failure-*")]
+        ends = [line.split() for line in (folder / "ends").read_text().splitlines()]
+        if reports or ends or code < 0:
+            break
         time.sleep(_PATIENCE / 20)
-    reports: list[Report] = [load(file) for file in folder.glob("failure-*")]
     report = min(reports, key=lambda report: report.when, default=None)
     if report is None and code < 0:
         killer = signal.Signals(-code).name
         message = f"mpiexec was killed by {killer}, and the ranks with it."
         return RankFailedError(message + _SEE, _is_crash(code))
-    ended = min(map(_read_end, folder.glob("ended-*")), default=None)
-    if ended is not None and (report is None or ended[0] < report.when):
-        return _unreported(folder, *ended[1:])
+    end = min(ends, key=lambda end: float(end[0]), default=None)
+    if end is not None and (report is None or float(end[0]) < report.when):
+        return _unreported(folder, int(end[1]), name=end[2])
     if report is not None:
         return report.error()
     return RankFailedError(f"mpiexec ended with exit code {code}: see its output above." + _SEE)
-
-
-def _read_end(file: Path) -> tuple[float, int, str]:
-    when, code = file.read_text().split()
-    return float(when), int(code), file.name.removeprefix("ended-")
 
 
 def _unreported(folder: Path, code: int, name: str) -> RankFailedError:

@@ -50,7 +50,7 @@ class MPILauncher(_Launcher):
 
     The files of a call are in a temporary folder. The caller writes ``call``; rank 0 ``result`` and
     ``checkpoints``; each rank ``status-STUB``, ``weights-RANK``, and ``done-STUB`` or
-    ``failure-STUB``; and the stub of a rank that has written none of both ``ended-STUB``.
+    ``failure-STUB``; and the guard of a rank that has written none of both a line of ``ends``.
     """
 
     def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:
@@ -107,6 +107,7 @@ class MPILauncher(_Launcher):
         known = call.known_objects
         with temporary_folder() as folder:
             self._write(call, folder / "call")
+            (folder / "ends").touch()
             self.ranks_failed = True
             try:
                 self._run(folder)

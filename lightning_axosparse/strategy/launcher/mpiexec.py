@@ -109,7 +109,7 @@ def wait(process: subprocess.Popen[bytes], outputs: Sequence[Output], folder: Pa
                     selector.unregister(key.fileobj)
             if not ready and process.poll() is not None:
                 return process.returncode
-            if deadline == float("inf") and any(folder.glob("ended-*")):
+            if deadline == float("inf") and (folder / "ends").stat().st_size:
                 deadline = time.monotonic() + _GRACE_SECONDS
             if time.monotonic() > deadline:
                 stop(process, signal.SIGTERM, folder)

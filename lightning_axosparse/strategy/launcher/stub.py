@@ -136,12 +136,10 @@ def _wait(process: int, stub: socket.socket) -> int | None:
 
 
 def _note_end(folder: str, name: str, code: int) -> None:
-    """Leave in the folder of the call when and how a process has ended."""
-    with suppress(OSError):  # The caller has ended, too, and has removed the folder.
-        partial = f"{folder}/partial-end-{os.getpid()}"
-        with open(partial, "w") as file:
-            file.write(f"{time.time()} {code}")
-        os.rename(partial, f"{folder}/ended-{name}")
+    """Add to a file in the folder of the call when and how a process has ended."""
+    # It makes no file of its own, as the caller may be about to remove the folder.
+    with suppress(OSError), open(os.open(f"{folder}/ends", os.O_WRONLY | os.O_APPEND), "w") as file:
+        file.write(f"{time.time()} {code} {name}\n")
 
 
 def _end_with_mpiexec(folder: str) -> NoReturn:

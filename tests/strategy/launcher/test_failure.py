@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     status = RankStatus(rank=1, stage=-1, host=b"node7")
     (tmp_path / "call").mkdir()
     (tmp_path / "call" / "status-11").write_bytes(bytes(status))
+    (tmp_path / "call" / "ends").touch()
     return tmp_path / "call"
 
 
@@ -55,7 +56,8 @@ def test_the_message_describes_what_happened_first(
     if reported is not None:
         reported.write(folder, "10")
     for name, (when, how) in ended.items():
-        (folder / f"ended-{name}").write_text(f"{when} {how}")
+        with (folder / "ends").open("a") as file:
+            file.write(f"{when} {how} {name}\n")
     error = error_of(folder, code)
     assert isinstance(error, RankFailedError)
     assert str(error).startswith(words)
@@ -65,7 +67,7 @@ def test_the_message_describes_what_happened_first(
 def test_the_first_exception_is_raised_if_no_rank_was_killed_before(folder: Path) -> None:
     RAISED.write(folder, "10")
     Report(3.0, "rank 1", OSError("late"), "OSError: late", [], "Traceback\n").write(folder, "11")
-    (folder / "ended-12").write_text("4.0 -9")
+    (folder / "ends").write_text("4.0 -9 12\n")
     error = error_of(folder, 1)
     assert repr(error) == repr(ValueError("boom"))
 
