@@ -261,10 +261,11 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
         "tensor_parallel": config.tensors.ranks > 1,
         "expert_parallel": config.experts.ranks > 1,
     }
-    for feature in (each for each, is_given in given.items() if is_given):
-        validate_one_optimizer(optimizers, feature)
+    dividing = " and ".join(each for each, is_given in given.items() if is_given)
+    if dividing:
+        validate_one_optimizer(optimizers, dividing)
         for optimizer in optimizers:
-            validate_steps_in_parts(optimizer, feature)
+            validate_steps_in_parts(optimizer, dividing)
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:
@@ -277,46 +278,30 @@ def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> Non
         )
 
 
-_REFUSALS = {
-    "shard_optimizer": (
-        "cannot be divided",
-        "shard_optimizer=True gives each replica a part of every parameter",
-    ),
-    "tensor_parallel": (
-        "cannot step parts of weights",
-        "tensor_parallel gives each rank of a tensor group a part of every weight in the plan",
-    ),
-    "expert_parallel": (
-        "cannot step parts of weights",
-        "expert_parallel gives each rank some of the experts in a parameter",
-    ),
-}
-"""What is said of an optimizer that does not fit to a feature, and what the feature does."""
-
-
-def validate_steps_in_parts(optimizer: Optimizer, feature: str) -> None:
+def validate_steps_in_parts(optimizer: Optimizer, dividing: str) -> None:
     """Check that an optimizer steps parts of parameters as it steps all of them.
 
-    This takes trial steps of an optimizer of the same class and settings on small random
-    parameters; the optimizer itself is not changed.
+    ``dividing`` names the arguments by which each rank has a part of every parameter. Trial steps
+    are taken of an optimizer of the same class and settings on small random parameters; the
+    optimizer itself is not changed.
     """
     for group in optimizer.param_groups:
         try:
             whole, parts = (trial_steps(optimizer, group, in_parts) for in_parts in (False, True))
         except Exception as error:  # whatever the user's optimizer raises
             reason = f"a trial step failed: {without_link(error)}"
-            raise _not_in_parts(optimizer, feature, reason) from error
+            raise _not_in_parts(optimizer, dividing, reason) from error
         if not torch.allclose(whole, parts):
             reason = "parts of a parameter get other numbers than all of it"
-            raise _not_in_parts(optimizer, feature, reason)
+            raise _not_in_parts(optimizer, dividing, reason)
 
 
-def _not_in_parts(optimizer: Optimizer, feature: str, reason: str) -> MisconfigurationException:
-    impossible, needs = _REFUSALS[feature]
+def _not_in_parts(optimizer: Optimizer, dividing: str, reason: str) -> MisconfigurationException:
     return MisconfigurationException(
-        f"{type(optimizer).__name__} {impossible}: {reason}. {needs}: "
-        "use AdamW, Adam, SGD, RMSprop, NAdam, Adagrad or the like, with their default "
-        f"`capturable=False`, or leave {feature} out." + see("optimizers")
+        f"{type(optimizer).__name__} cannot step parts of parameters: {reason}. By {dividing} each "
+        "rank has some of the elements of a parameter: use AdamW, Adam, SGD, RMSprop, NAdam, "
+        f"Adagrad or the like, with their default `capturable=False`, or leave {dividing} out."
+        + see("optimizers")
     )
 
 

@@ -55,7 +55,7 @@ class Adafactor(Own):
         (Own, {"over": 3, "ranks": 3}, "'blocks.0.experts' has 4 experts, which expert_parallel=3"),
         (Own, {"experts": "blocks.*.norm"}, "'blocks.0.norm'.* its `forward` takes input"),
         (Own, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work with expert_p"),
-        (Adafactor, {}, "Adafactor cannot step parts of weights.*leave expert_parallel out"),
+        (Adafactor, {}, "Adafactor cannot step parts of parameters.*leave expert_parallel out"),
     ],
 )
 def test_runs(module: type[L.LightningModule], options: dict[str, Any], message: str) -> None:

@@ -107,7 +107,7 @@ class Attends(jobs.Plain):
         (jobs.Plain, {"callbacks": [EarlyBirdChannels(0.5)]}, "EarlyBirdChannels does not work"),
         (jobs.Plain, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work"),
         (jobs.Plain, {"callbacks": [ModelPruning("l1_unstructured")]}, "ModelPruning masks"),
-        (Rows, {}, "Adafactor cannot step parts of weights.*leave tensor_parallel out"),
+        (Rows, {}, "Adafactor cannot step parts of parameters.*leave tensor_parallel out"),
     ],
 )
 def test_runs(module: type, options: dict[str, Any], message: str) -> None:
