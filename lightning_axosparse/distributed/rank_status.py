@@ -1,4 +1,4 @@
-"""Publishes what a rank does and waits for, in memory that other processes can read."""
+"""Says where each rank is and what it waits for, in memory that others on its node can read."""
 
 from __future__ import annotations
 
@@ -14,22 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from lightning_axosparse.distributed.grid import Grid
 
-_AWAITED_BYTES = 200  # of the description of what a rank waits for
-
 _NUMBERS = (
-    *("pid", "proxy", "token", "rank", "stage", "replica", "evaluation_group"),
-    *("epoch", "batch", "microbatch", "progress", "beat", "signal"),
+    *("pid", "proxy", "token", "rank", "stage", "replica"),
+    *("epoch", "batch", "progress", "signal"),
 )
-_FLAGS = (
-    *("running", "leaves", "in_step", "ended", "stops", "waits", "bulk"),
-    *("alarm", "reported", "finished"),
-)
-
-Pass = Literal["forward", "backward"]
+_FLAGS = ("running", "leaves", "waits", "bulk", "alarm", "reported", "finished")
+_BYTES = {"host": 64, "loop": 16, "where": 120, "awaited": 200}
 
 _POLLS = 20
 _MIN_SLEEP, _MAX_SLEEP = 20e-6, 1e-3
@@ -53,17 +46,13 @@ class RankStatus(ctypes.Structure):
         loop: "training", "validation", "sanity check", "test" or "predict"; empty before the first.
         epoch: index of the epoch.
         batch: index of the batch of the last step.
-        in_step: whether that step is running.
-        microbatch: index of the micro-batch of the last pass in this batch; -1 before the first.
-        kind: of that pass.
-        ended: whether this rank has ended the loop, or is between two batches and waits there for
-            all others.
-        stops: whether ``trainer.should_stop`` was set when it ended.
+        where: loop, batch and pass, in words.
         waits: whether the rank waits.
         bulk: whether it waits for so much data that their transfer may take long.
         awaited: what it waits for, in words.
         progress: changes whenever a wait begins, ends, or sees something happen.
-        beat: changes as long as the process runs, whatever its main thread does.
+        waited: for how many seconds the watchdog has seen this wait.
+        beat: when the watchdog last ran, by the clock of the node.
         signal: the number of the last signal that all ranks have to act on together; 0 for none.
         running: whether a call of the Trainer runs, so that it must not end yet.
         leaves: whether all ranks have agreed to end it, and callbacks may save before.
@@ -74,17 +63,14 @@ class RankStatus(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in _NUMBERS),
+        *((name, ctypes.c_double) for name in ("waited", "beat")),
         *((name, ctypes.c_bool) for name in _FLAGS),
-        ("kind", ctypes.c_char * 16),
-        ("loop", ctypes.c_char * 16),
-        ("host", ctypes.c_char * 64),
-        ("awaited", ctypes.c_char * _AWAITED_BYTES),
+        *((name, ctypes.c_char * size) for name, size in _BYTES.items()),
     )
 
     def begin_run(self) -> None:
         """Record that a call of the Trainer begins."""
-        # Else the end of a loop in the last call would count as its end in this call.
-        self.loop, self.ended, self.stops = b"", False, False
+        self.loop, self.where = b"", b"before its first batch"
         self.signal, self.running, self.leaves = 0, True, False
 
     def end_run(self) -> None:
@@ -95,26 +81,36 @@ class RankStatus(ctypes.Structure):
     def step(self, loop: str, epoch: int, batch: int) -> Iterator[None]:
         """Record that a step of a loop runs inside the context."""
         self.loop, self.epoch, self.batch = loop.encode(), epoch, batch
-        self.microbatch, self.ended = -1, False
-        self.in_step = True
+        self.where = b"in %b, before its first micro-batch" % self._last_batch
         yield
-        self.in_step = False
+        self.where = b"after %b" % self._last_batch
+
+    def begin_pass(self, kind: str, microbatch: int) -> None:
+        """Record that a forward or backward pass begins."""
+        where = self._last_batch, microbatch, kind.encode()
+        self.where = b"in %b, micro-batch %d, %b pass" % where
 
     def end_loop(self, loop: str, epoch: int) -> int:
         """Record that a loop has ended; return the number of its batches."""
         if (self.loop, self.epoch) != (loop.encode(), epoch):
             self.loop, self.epoch, self.batch = loop.encode(), epoch, -1
-        self.ended = True
         return int(self.batch) + 1
 
-    def begin_pass(self, kind: Pass, microbatch: int) -> None:
-        """Record that a pass begins."""
-        self.microbatch, self.kind = microbatch, kind.encode()
+    def between_loops(self, stops: bool) -> None:
+        """Record that this rank waits for all others to end the loop; whether the Trainer stops."""
+        if self.loop:
+            why = b", with trainer.should_stop set" if stops else b""
+            over = self.loop, self.epoch, self.batch + 1, why
+            self.where = b"%b of epoch %d over after %d batches%b" % over
+
+    @property
+    def _last_batch(self) -> bytes:
+        return b"%b batch %d of epoch %d" % (self.loop, self.batch, self.epoch)
 
     def begin_wait(self, awaited: str, bulk: bool = False) -> None:
         """Record that this rank waits for something, until :meth:`end_wait`."""
         self.bulk = bulk
-        self.awaited = awaited.encode()[: _AWAITED_BYTES - 1]
+        self.awaited = awaited.encode()[: _BYTES["awaited"] - 1]
         self.progress += 1
         self.waits = True
 
@@ -125,8 +121,7 @@ class RankStatus(ctypes.Structure):
 
     def place_in(self, grid: Grid) -> None:
         """Record the place of this rank in the grid."""
-        self.rank, self.stage = grid.rank, grid.stage
-        self.replica, self.evaluation_group = grid.replica, grid.evaluation_group
+        self.rank, self.stage, self.replica = grid.rank, grid.stage, grid.replica
 
     @property
     def name(self) -> str:
@@ -140,34 +135,19 @@ class RankStatus(ctypes.Structure):
         return f"{self.name} on host {self.host.decode()}"
 
     @property
-    def where(self) -> str:
-        """Its loop, batch and pass, in words."""
-        loop = self.loop.decode()
-        if not loop:
-            return "before its first batch"
-        if self.ended:
-            stops = ", with trainer.should_stop set" if self.stops else ""
-            return f"{loop} of epoch {self.epoch} over after {self.batch + 1} batches{stops}"
-        batch = f"{loop} batch {self.batch} of epoch {self.epoch}"
-        if not self.in_step:
-            return f"after {batch}"
-        if self.microbatch < 0:
-            return f"in {batch}, before its first micro-batch"
-        return f"in {batch}, micro-batch {self.microbatch}, {self.kind.decode()} pass"
-
-    @property
     def doing(self) -> str:
         """What it does and what it waits for, in words."""
+        where = self.where.decode()
         if not self.waits:
-            return self.where
-        return f"{self.where}; waits for {self.awaited.decode(errors='replace')}"
+            return where
+        return f"{where}; waits for {self.awaited.decode(errors='replace')}"
 
     def __str__(self) -> str:
         return f"{self.who}: {self.doing}"
 
 
 # One for the process, which is one rank; others read it in its memory, by its path.
-_status = RankStatus(rank=-1, stage=-1)
+_status = RankStatus(rank=-1, stage=-1, where=b"before its first batch")
 _path = ""
 
 

@@ -23,10 +23,11 @@ from lightning_axosparse.distributed.rank_status import (
 def test_in_words() -> None:
     assert RankStatus(rank=5, stage=-1).name == "rank 5"
     place = RankStatus(host=b"node7", batch=-1)
+    place.begin_run()
     place.place_in(Grid(4, 2, 3))
     assert str(place) == "rank 3 (stage 0 of replica 1) on host node7: before its first batch"
     with place.step("training", 2, 17):
-        assert place.where == "in training batch 17 of epoch 2, before its first micro-batch"
+        assert place.doing == "in training batch 17 of epoch 2, before its first micro-batch"
         place.begin_pass("backward", 5)
         place.begin_wait("the gradient of micro-batch 5 from rank 4")
         assert place.doing == (
@@ -35,12 +36,14 @@ def test_in_words() -> None:
         )
         place.end_wait()
     assert place.doing == "after training batch 17 of epoch 2"
-    place.stops = True
     assert place.end_loop("training", 2) == 18
+    place.between_loops(stops=True)
     assert place.doing == (
         "training of epoch 2 over after 18 batches, with trainer.should_stop set"
     )
     assert place.end_loop("validation", 2) == 0
+    place.between_loops(stops=False)
+    assert place.doing == "validation of epoch 2 over after 0 batches"
     place.begin_run()
     assert place.doing == "before its first batch"
 
@@ -76,9 +79,9 @@ def test_another_process_reads_it_also_after_the_first_has_died(tmp_path: Path) 
         process.kill()
         process.join()
         assert not seen.finished
-        assert seen.where == "in training batch 6 of epoch 1, before its first micro-batch"
+        assert seen.doing == "in training batch 6 of epoch 1, before its first micro-batch"
         if path is not None:
-            assert read_status(str(path)).where == seen.where
+            assert read_status(str(path)).doing == seen.doing
         os.close(ours), os.close(theirs)
 
 

@@ -319,4 +319,6 @@ if __name__ == "__main__":
     if "connecting" in sys.argv:
         killed_while_connecting()
     else:
-        train(globals()[sys.argv[1]](int(sys.argv[2])), Unequal(workers=1), timeout=60)
+        name, faulty, *workers = sys.argv[1:]
+        data = Unequal(workers=int(workers[0]) if workers else 1)
+        train(globals()[name](int(faulty)), data, timeout=60)

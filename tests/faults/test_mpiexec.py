@@ -14,13 +14,15 @@ from tests.faults.test_waits import BOUND
 from tests.ranks import run_command
 
 
-def run(job: str, rank: int) -> subprocess.CompletedProcess[str]:
+def run(job: str, rank: int, workers: int = 1) -> subprocess.CompletedProcess[str]:
     """Run a job of ``tests.faults.jobs`` in which something goes wrong on one rank."""
     # Warm ranks would have other parents than the proxies of mpiexec.
     start = [Path(sys.executable).parent / "mpiexec", "-n", "2", sys.executable]
-    return run_command([*start, "-m", "tests.faults.jobs", job, str(rank)], BOUND)
+    command = [*start, "-m", "tests.faults.jobs", job, str(rank), str(workers)]
+    return run_command(command, BOUND)
 
 
+@pytest.mark.parametrize("workers", [0, 1])  # They have the files of the rank.
 @pytest.mark.parametrize(
     ("job", "rank", "words"),
     [
@@ -28,8 +30,8 @@ def run(job: str, rank: int) -> subprocess.CompletedProcess[str]:
         ("LeavesWell", 0, r"rank 0 \(stage 1 of replica 0\) on host \S+ ended with exit code 0"),
     ],
 )
-def test_what_ends_a_job_is_named(job: str, rank: int, words: str) -> None:
-    done = run(job, rank)
+def test_what_ends_a_job_is_named(job: str, rank: int, words: str, workers: int) -> None:
+    done = run(job, rank, workers)
     assert done.returncode != 0
     assert re.search(rf"^\[axosparse\] {words}", done.stderr, re.MULTILINE), done.stderr
     # The first stage, of the last rank, begins with the code before the layers.

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -40,9 +41,10 @@ _SIZE_VARIABLES = (
     "JSM_NAMESPACE_SIZE",
     _TASKS,
 )
-SECONDS_TO_PRINT = 0.3
+_SECONDS_TO_PRINT = 0.3
 """For how long a rank that has said why it ends the job waits before: mpiexec drops what it has not
 printed when it ends the job."""
+_ABORT_SECONDS = 2  # after which a rank whose MPI cannot end the job ends itself
 _SEGMENT = 1.1
 """MiB of a rank's part of the segment that MPICH makes of a node."""
 
@@ -293,13 +295,19 @@ def abort_job(exception: BaseException) -> None:
     """
     if job_size() == 1:
         return
-    from mpi4py import MPI
-
     sys.stdout.flush()
-    this_rank().rank = MPI.COMM_WORLD.rank  # It may have failed before its place was known.
+    this_rank().rank = world_communicator().rank  # It may have failed before its place was known.
     trace = "".join(traceback.format_exception(exception))
     print(f"Failed on {this_rank().name}:\n{trace}", file=sys.stderr)
     sys.stderr.flush()
-    sleep(SECONDS_TO_PRINT)
-    MPI.COMM_WORLD.Abort(1)
+    abort()
+
+
+def abort() -> None:
+    """End all ranks of the job, or this one if MPI cannot."""
+    sleep(_SECONDS_TO_PRINT)
+    last_resort = threading.Timer(_ABORT_SECONDS, os._exit, [1])
+    last_resort.daemon = True
+    last_resort.start()
+    world_communicator().Abort(1)
     os._exit(1)  # MPICH's may return where two ranks call it.

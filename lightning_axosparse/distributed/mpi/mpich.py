@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
-import socket
-import sys
+import subprocess
 import time
-from array import array
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +31,7 @@ _START_SECONDS = 600
 
 _CONNECTION = "PMI_FD"
 """The environment variable with the number of the file by which a rank is connected."""
-_FILES = 3  # standard output, standard error, and the connection
+_HOLD = "read line; sleep 5"  # Its input ends with the rank.
 
 
 def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
@@ -85,44 +82,13 @@ def unlink_segments(world: MPI.Comm) -> None:
                 Path(path).unlink(missing_ok=True)
 
 
-def hold_files(near: Sequence[int]) -> list[int]:
-    """Hold the files of the next rank of this host that its proxy watches; collective.
+def hold_files() -> None:
+    """Let a small process hold the files that mpiexec's proxy watches, until this rank has ended.
 
-    They are to be closed before MPI ends: it waits for all ranks, and no one else ends the job if
-    that one is gone. ``near`` are the ranks of this host in order, this one among them.
+    As soon as they are closed the proxy ends all ranks, before these can say which one is gone and
+    end the job themselves; where that has left with exit code 0, the job would count as complete.
     """
-    from mpi4py import MPI
-
-    world, token = MPI.COMM_WORLD, str(this_rank().token).encode()
-    if sys.platform != "linux":
-        return []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mailbox:
-        mailbox.setblocking(False)
-        mailbox.bind("")  # to a name without a file
-        mailboxes = world.allgather((mailbox.getsockname(), token))
-        holder = near[near.index(world.rank) - 1]
-        if this_rank().proxy and holder != world.rank:
-            with suppress(OSError, KeyError, ValueError):
-                _send_files(mailbox, *mailboxes[holder])
-        world.Barrier()
-        return _receive_files(mailbox, token)
-
-
-def _send_files(mailbox: socket.socket, address: bytes, token: bytes) -> None:
-    files = array("i", [1, 2, int(os.environ[_CONNECTION])])
-    mailbox.sendmsg([token], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)], 0, address)
-
-
-def _receive_files(mailbox: socket.socket, token: bytes) -> list[int]:
-    """The files that came with this rank's token, which other users do not know."""
-    while True:
-        try:
-            message, files, *_ = socket.recv_fds(mailbox, len(token) + 1, _FILES)
-        except BlockingIOError:
-            return []
-        if message == token:
-            for file in files:
-                os.set_inheritable(file, False)
-            return files
-        for file in files:
-            os.close(file)
+    if this_rank().proxy and _CONNECTION in os.environ:
+        files = [int(os.environ[_CONNECTION])]
+        holder = subprocess.Popen(["sh", "-c", _HOLD], stdin=subprocess.PIPE, pass_fds=files)
+        atexit.register(holder.kill)  # before MPI ends, which waits for the proxy

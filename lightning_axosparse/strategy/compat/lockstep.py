@@ -180,7 +180,7 @@ class LoopCheck(RankLocalCallback):
         batches: int | None,
         lengths: Sequence[float],
     ) -> None:
-        this_rank().ended, this_rank().stops = True, trainer.should_stop
+        this_rank().between_loops(trainer.should_stop)
         loop, _, _ = position(trainer)
         own = LoopPosition(
             this_rank().who,
@@ -245,7 +245,6 @@ def acting_together(trainer: Trainer) -> Iterator[None]:
         patched(connector, "_sigterm_notifier_fn", record),
         patched(connector, "_slurm_sigusr_handler_fn", record),
         patched(loop, "_broadcast_sigterm_tensor", act),
-        watchdog().wakeup.by_signals(),
     ):
         yield
 

@@ -12,12 +12,7 @@ from mpi4py import MPI
 
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import watchdog
-from lightning_axosparse.distributed.mpi.watchdog import (
-    Peer,
-    StatusMessages,
-    Watchdog,
-    have_unequal_batches,
-)
+from lightning_axosparse.distributed.mpi.watchdog import Peer, Watchdog
 from lightning_axosparse.distributed.rank_status import BackOff, RankStatus, this_rank
 from tests.ranks import run_ranks
 
@@ -26,68 +21,39 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def row(loop: str, batch: int, ended: bool, group: int = 0, epoch: int = 0) -> RankStatus:
-    where = RankStatus(loop=loop.encode(), epoch=epoch, batch=batch, evaluation_group=group)
-    where.ended, where.in_step = ended, not ended
-    return where
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "apart"),
-    [
-        (row("training", 3, True), row("training", 4, False), True),
-        (row("training", 4, False), row("training", 3, True), True),
-        (row("training", 3, True), row("training", 3, False), False),  # slower
-        (row("training", 3, True), row("training", 4, True), False),  # compared at its end
-        (row("training", 3, True), row("training", 4, False, epoch=1), False),  # faster
-        (row("training", 3, True), row("validation", 4, False), False),
-        (row("training", 3, True, group=0), row("training", 4, False, group=1), True),
-        (row("validation", 3, True, group=0), row("validation", 4, False, group=1), False),
-        (row("validation", 3, True), row("validation", 4, False), True),
-    ],
-)
-def test_ranks_with_unequal_numbers_of_batches(
-    one: RankStatus, other: RankStatus, apart: bool
-) -> None:
-    assert have_unequal_batches(one, other) is apart
-
-
-def test_a_new_call_of_the_trainer_has_not_ended_the_loop_of_the_last_one() -> None:
-    slower, faster = row("training", 4, True), row("training", 5, False)
-    assert have_unequal_batches(slower, faster)
-    slower.begin_run()
-    assert not have_unequal_batches(slower, faster)
-
-
 def near(where: RankStatus, folder: Path) -> Peer:
     """A rank of this node that has published where it is, and whose process runs."""
     where.token = 7
     published = folder / "status"
     published.write_bytes(bytes(where))
     peer = Peer(1, "host", str(published), 7, os.getpid())
-    assert peer.is_near
+    assert peer.process is not None
     return peer
 
 
 def far(where: RankStatus) -> Peer:
     """A rank of another node, that has sent where it is."""
     peer = Peer(1, "host", "", 0, os.getpid())
-    assert not peer.is_near
+    assert peer.process is None
     peer.status = where
     return peer
 
 
-def watch(peer: Peer, ticks: int, timeout: float = 1e9) -> str:
-    """Why a rank that waits, beside this one, gives up within so many seconds."""
-    dog = Watchdog([peer], StatusMessages(MPI.COMM_SELF, []))
+def watch(peer: Peer, ticks: int, timeout: float = 1e9, stopped: float = 0) -> str:
+    """Why a rank that waits, beside this one, gives up within so many seconds.
+
+    The other rank waits for as long as this one, and was last seen a number of seconds ago.
+    """
+    dog = Watchdog([peer], MPI.COMM_SELF)
     dog.timeout = timeout
     reasons = []
     this_rank().begin_wait("something")
     try:
         for _ in range(ticks):
             assert peer.status is not None
-            peer.status.beat += 1
+            peer.status.beat = time.monotonic() - stopped
             reasons.append(dog.look(1.0))
+            peer.status.waited = this_rank().waited
     finally:
         this_rank().end_wait()
     return next(filter(None, reasons), "")
@@ -100,7 +66,10 @@ def test_a_deadlock_ends_before_the_timeout(tmp_path: Path) -> None:
     assert "All ranks wait" in watch(waits, ticks + 2)
 
 
-def test_what_may_be_a_slow_transfer_is_no_deadlock(tmp_path: Path) -> None:
+def test_what_may_be_a_slow_transfer_is_no_deadlock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SINGLE)  # It sends no messages.
     ticks = 3 * int(watchdog.DEADLOCK_SECONDS)
     assert watch(near(RankStatus(rank=1, waits=True, bulk=True), tmp_path), ticks) == ""
     assert watch(far(RankStatus(rank=1, waits=True)), ticks) == ""
@@ -113,15 +82,25 @@ def test_a_rank_that_computes_is_waited_for_until_the_timeout(tmp_path: Path) ->
 
 
 def test_a_stopped_rank_does_not_count_as_waiting(tmp_path: Path) -> None:
-    peer = near(RankStatus(rank=1, waits=True), tmp_path)
-    assert peer.status is not None
-    for _ in range(100):
-        peer.status.beat += 1
-        peer.update(1.0)
-    assert peer.idle_seconds == 99
-    for _ in range(10):  # without a beat
-        peer.update(1.0)
-    assert peer.idle_seconds == 0
+    waits, ticks = RankStatus(rank=1, waits=True), 2 * int(watchdog.DEADLOCK_SECONDS)
+    assert "All ranks wait" in watch(near(waits, tmp_path), ticks)
+    assert watch(near(waits, tmp_path), ticks, stopped=10) == ""
+
+
+def test_a_rank_that_has_returned_is_waited_for_in_vain(tmp_path: Path) -> None:
+    returned = near(RankStatus(rank=1, finished=True), tmp_path)
+    ticks = 2 * int(watchdog.DEADLOCK_SECONDS)
+    assert "All ranks wait" in watch(returned, ticks, stopped=1000)
+
+
+def test_a_wait_that_goes_on_begins_again(tmp_path: Path) -> None:
+    peer, ticks = near(RankStatus(rank=1), tmp_path), 100
+    dog = Watchdog([peer], MPI.COMM_SELF)
+    dog.timeout = 50
+    for _ in range(ticks):
+        this_rank().begin_wait("one of many things")
+        assert dog.look(1.0) == dog.look(1.0) == ""
+    this_rank().end_wait()
 
 
 def test_one_notice_in_a_wait(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
