@@ -10,7 +10,7 @@ the micro-batches begin with the gradients of the leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from lightning_axosparse.pipeline.joining import (
     join,
     sent_tensors,
 )
+from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import Mode, PipelinedLayers, Visit
@@ -33,16 +34,6 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingStageStep,
     loss_of,
 )
-
-
-class TrackedInputs(Protocol):
-    """Tracks the samples of a micro-batch: ``loss.by_parts.TrackedLosses``."""
-
-    def begin_run(self, batch_part: Any, part: MicroBatch, received: Activation) -> None:
-        """Begin a run on ``batch_part``, the copy of a micro-batch."""
-
-    def track_output(self, output: Any) -> None:
-        """Track the output of the last layer."""
 
 
 class RunAgain(BaseException):
@@ -104,7 +95,7 @@ class StepEnd:
         message: Message,
         modes: Sequence[Mode] = (),
         reads: Reads | None = None,
-        tracked: TrackedInputs | None = None,
+        tracked: TrackedLosses | None = None,
     ) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -113,16 +113,10 @@ def split_back(staged: Tensor, targets: Sequence[Tensor]) -> None:
     copy_all_back(pieces, targets)
 
 
-class ProgressEngine(Protocol):
-    """Executes operations that do not use MPI requests."""
-
-    def advance(self) -> bool:
-        """Do what can be done without waiting; return whether there was anything to do."""
-
-
-PROGRESS_ENGINES: WeakSet[ProgressEngine] = WeakSet()
-"""All engines of this process. Every wait advances all of them, whatever it waits for: what it
-waits for may come from a rank that first needs this rank's part in another operation."""
+PROGRESS_ENGINES: WeakSet[Any] = WeakSet()
+"""What executes operations without MPI requests, by its method ``advance``, which does what need
+not wait and returns whether there was anything. Every wait advances all of them, whatever it waits
+for: what it waits for may come from a rank that first needs this rank's part in another one."""
 
 
 class MPIWork(dist.Work):
