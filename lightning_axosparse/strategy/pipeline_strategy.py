@@ -334,7 +334,7 @@ class PipelineStrategy(MPIStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Do without the all-reduce of gradients while Lightning accumulates them."""
-        with self._state.run.stage_module.gradients_kept_local():
+        with self._state.run.stage_module.shared.kept_local():
             yield
 
     # Checkpoints

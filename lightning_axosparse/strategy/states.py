@@ -116,11 +116,11 @@ class Running:
         self.shards: OptimizerShards | None = None
         move_optimizers(optimizers, stage_module.device)
         if config.shard_optimizer and optimizers:
-            self.shards = OptimizerShards(optimizers[0], stage_module.replicas_of)
+            self.shards = OptimizerShards(optimizers[0], stage_module.shared.replicas_of)
             seen = gradients_are_seen(trainer) or clearing_is_seen(trainer)
             if not seen:
-                stage_module.divide_gradients(self.shards.part)
-            wait, bucket = stage_module.await_gradients, stepping.BUCKET
+                stage_module.shared.divide(self.shards.part)
+            wait, bucket = stage_module.shared.wait_for, stepping.BUCKET
             stepped = BucketwiseOptimizer(optimizers[0], self.shards, wait, bucket)
             undo.callback(stepped.remove)
         strategy.setup_precision_plugin()

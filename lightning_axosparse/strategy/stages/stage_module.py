@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.gradient_reducer import (
-    DividedGradient,
-    GradientReducer,
-    Part,
-    ReductionGroup,
-)
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient, GradientReducer
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
@@ -39,9 +33,9 @@ from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.strategy.compat.internals import move_module
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import SpreadExperts
+from lightning_axosparse.strategy.stages.shared_parameters import SharedParameters, broadcast_first
 from lightning_axosparse.strategy.validation import validate_parameters_known
 from lightning_axosparse.strategy.weight_parts import Division, WeightParts
-from lightning_axosparse.support.patched import patched
 
 if TYPE_CHECKING:  # DTensor, which only runs with tensor parallelism need.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
@@ -62,7 +56,7 @@ class StageModule:
         parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
         recompute: how layers are recomputed; None where they are not.
-        reducer: sums gradients over the ranks that keep the same parameters; None in a job of one.
+        shared: its parameters, by the ranks that keep the same ones.
         remote_gradients: the gradients of parameters of other stages.
     """
 
@@ -90,11 +84,7 @@ class StageModule:
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._attached = ExitStack()
-        self.reducer: GradientReducer | None = None
-        self._reduces = True
-        self._part: Part | None = None
-        self._spread: set[Tensor] = set()
-        groups.create_shared(self._shared_by_stages())
+        self.shared = SharedParameters(self.sharding, self.parts, groups)
         self.layers = self._pipelined_layers(partition)
         self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
 
@@ -140,12 +130,9 @@ class StageModule:
             if name not in held:
                 forget(parameter, owned[name], optimizers)
         move_module(self.module, self.device)
-        self._broadcast_weights()
-        held = self.sharding.held()
-        self.parts.split(held)
-        for part in self.parts.parameters.values():
-            if part.group is self.groups.experts:
-                self._spread.add(part.entry.parameter)
+        self.shared.broadcast_weights()
+        self.broadcast_buffers()
+        self.parts.split(self.sharding.held())
         self._attach()
 
     @contextmanager
@@ -159,7 +146,7 @@ class StageModule:
             yield
         self.groups, self.grid = groups, groups.grid
         self.stages, self.partition = range(self.grid.stage, self.grid.stage + 1), partition
-        groups.create_shared(self._shared_by_stages())
+        self.shared.place_in(groups)
         self.layers = self._pipelined_layers(partition)
         self._attach()
 
@@ -206,8 +193,8 @@ class StageModule:
         """Give every replica the first one's buffers; collective over the replicas of a stage."""
         for buffer in self.module.buffers():
             if not buffer.is_meta and buffer.numel():
-                _broadcast_from_first(buffer, self.groups.data)
-                _broadcast_from_first(buffer, self.groups.tensor)
+                broadcast_first(buffer, self.groups.data)
+                broadcast_first(buffer, self.groups.tensor)
 
     def leave_sharded(self) -> None:
         """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
@@ -252,33 +239,18 @@ class StageModule:
             yield name, parameter
 
     @property
-    def step_reducer(self) -> GradientReducer | None:
-        """The reducer of the running step; None where its gradients stay on this rank."""
-        return self.reducer if self._reduces else None
-
-    def gradients_kept_local(self) -> AbstractContextManager[None]:
-        """Omit the all-reduce inside the context."""
-        return patched(self, "_reduces", False)
+    def reducer(self) -> GradientReducer | None:
+        """What sums gradients; None in a job of one rank."""
+        return self.shared.reducer
 
     def validate_replicated_gradients(self, tolerance: float) -> None:
         """Once a run, compare gradients that a tensor group should have alike; collective."""
-        if self.tensors is not None and self.step_reducer is self.reducer:
+        if self.tensors is not None and self.shared.step_reducer is self.reducer:
             alike = {
                 n: p for n, p in self.sharding.held().items() if n not in self.parts.parameters
             }
-            self.await_gradients(alike.values())
+            self.shared.wait_for(alike.values())
             self.tensors.validate_gradients(alike, tolerance)
-
-    def divide_gradients(self, part: Part) -> None:
-        """Keep only this replica's part of each gradient from the time that it is reduced."""
-        self._part = part
-        if self.reducer is not None:
-            self.reducer.part = part
-
-    def await_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait until the gradients of these parameters are reduced."""
-        if self.reducer is not None:
-            self.reducer.wait_for(parameters)
 
     def links(self, window: int) -> dict[int, Link]:
         """Connect the stages of this rank to their neighbours; collective over the job.
@@ -328,75 +300,12 @@ class StageModule:
             module.example_input_array = None
             for optimizer in self._optimizers:
                 undo.callback(OwnSteps(optimizer).remove)
-        if self.grid.world_size > 1:
-            groups = self._reduction_groups()
-            self.reducer = GradientReducer(groups, self.grid.g_data, self._part)
-            undo.callback(self.reducer.remove)
+        self.shared.attach()
+        undo.callback(self.shared.detach)
 
     def _detach(self) -> None:
         """Undo :meth:`_attach`."""
         self._attached.close()
-        self.reducer = None
-
-    def _shared_by_stages(self) -> set[frozenset[int]]:
-        """The sets of stages that keep the same parameters."""
-        if self.grid.g_inter == 1:
-            return set()
-        return set(self.sharding.holders.values())
-
-    def _reduction_groups(self) -> list[ReductionGroup]:
-        """The kept parameters by the ranks that keep them, in the same order on all ranks."""
-        by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
-        spread = []
-        for name, parameter in self.sharding.held().items():
-            if parameter in self._spread:
-                spread.append(parameter)
-            else:
-                by_stages.setdefault(self._holders(name), []).append(parameter)
-        reduced = []
-        for stages in sorted(by_stages, key=sorted):
-            group = self.groups.holding(stages)
-            if group is not None:
-                reduced.append(ReductionGroup(group, by_stages[stages]))
-        if spread:
-            assert self.groups.same_experts is not None
-            reduced.append(ReductionGroup(self.groups.same_experts, spread))
-        return reduced
-
-    def replicas_of(self, parameter: Tensor) -> dist.ProcessGroup | None:
-        """The ranks that keep the same values of a parameter of this rank; None for it alone."""
-        group = self.groups.same_experts if parameter in self._spread else self.groups.data
-        return None if group is None or group.size() == 1 else group
-
-    def sharing_batch(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Any]:
-        """The ranks that have each a part of a batch's gradient of these parameters of this rank.
-
-        Returns:
-            By parameter, in the same order on all ranks, the process group; None for this rank.
-        """
-        held = self.sharding.held() if parameters else {}
-        return {
-            parameter: self.groups.holding_batch(self._holders(name))
-            for name, parameter in held.items()
-            if parameter in parameters
-        }
-
-    def _holders(self, name: str) -> frozenset[int]:
-        """The stages that keep a parameter, counted as the grid counts them."""
-        stages = self.sharding.holders_of(name)
-        return stages if self.grid.g_inter > 1 else frozenset([0])
-
-    def _broadcast_weights(self) -> None:
-        """Give every replica the first one's parameters and buffers."""
-        for name, parameter in self.sharding.held().items():
-            _broadcast_from_first(parameter.data, self.groups.holding(self._holders(name)))
-            _broadcast_from_first(parameter.data, self.groups.tensor)
-        self.broadcast_buffers()
-
-
-def _broadcast_from_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.broadcast(tensor, group_src=0, group=group)
 
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:

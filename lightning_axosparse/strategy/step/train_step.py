@@ -75,7 +75,7 @@ class StepRunner:
     """Runs the steps of a module whose layers are partitioned into stages.
 
     Creating it is collective over the job. With ``steps_in_parts`` the optimizer itself waits for
-    each part of the gradients, by :meth:`StageModule.await_gradients`.
+    each part of the gradients, by :meth:`SharedParameters.wait_for`.
     """
 
     def __init__(
@@ -204,7 +204,11 @@ class StepRunner:
         parameters = stage_module.sharding.held().values()
         hooks = GradientHooks(parameters)
         gradients = BatchGradients(
-            stage_module.module, self._precision, stage_module.step_reducer, self._stashed, hooks
+            stage_module.module,
+            self._precision,
+            stage_module.shared.step_reducer,
+            self._stashed,
+            hooks,
         )
         gradients.share = share
         by_parts = self._loss == "parts" or known.by_parts
@@ -224,7 +228,7 @@ class StepRunner:
                 return stage_module.groups.broadcast_in_replica(result, stage_module.last_stage)
             if hooks.parameters:
                 with run.rng.after_passes(stage_module.stages[-1]):
-                    gradients.call_hooks(stage_module.sharing_batch(hooks.parameters))
+                    gradients.call_hooks(stage_module.shared.sharing_batch(hooks.parameters))
             gradients.finish(parameters, self._waits)
             stage_module.validate_replicated_gradients(self._tolerance)
         self._end_layers()

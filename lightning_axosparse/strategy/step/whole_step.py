@@ -28,7 +28,7 @@ class WholeStepRunner:
 
     There is nothing to pipeline, so Lightning's own logging, metrics, closures and manual
     optimization work as they are. With ``steps_in_parts`` the optimizer itself waits for each part
-    of the gradients before it uses it, by :meth:`StageModule.await_gradients`.
+    of the gradients before it uses it, by :meth:`SharedParameters.wait_for`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class WholeStepRunner:
     @contextmanager
     def _differentiates(self) -> Iterator[None]:
         """All-reduce each gradient as soon as the backward pass in the context has computed it."""
-        reducer = self._stage_module.step_reducer
+        reducer = self._stage_module.shared.step_reducer
         with this_rank().step(*position(self._trainer)):
             if reducer is not None:
                 reducer.arm()
