@@ -87,6 +87,7 @@ SLOW = (
     "parity/test_state.py::test_what_is_too_large",
     "test_readme.py::test_block[getting-started",
     "launcher/test_fork_server.py::test_it_ends_when_it_was_not_used_for_long",
+    "launcher/test_fork_server.py::test_if_it_cannot_be_reached",
     "launcher/test_fork_server.py::test_if_it_is_killed",
     "launcher/test_fork_server.py::test_it_ends_with_the_process",
     "launcher/test_call.py::test_the_next_call_removes",

@@ -74,8 +74,6 @@ NO_OTHER_WAY = {
     "strategy/step/learning.py": {"_backward_hooks", "_backward_pre_hooks"},
     "strategy/tensor_parallel.py": {"_parameters"},
     "strategy/validation.py": {"_NormBase"},
-    # What a tensor holds, where the public name checks or warns.
-    "strategy/launcher/pickling.py": {"_untyped_storage"},
 }
 """File -> the attributes of others that it uses; docs/architecture.md says the same."""
 
