@@ -108,7 +108,8 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
 def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     """Count the bytes of weights, indices, resident copies, gradients and optimizer state.
 
-    Gradients are counted even where there are none now.
+    Gradients are counted even where there are none now; state in other memory, as AdamW keeps its
+    number of steps, is not.
     """
     stored = state_bytes(module)
     moments = (
@@ -116,6 +117,7 @@ def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int
         for optimizer in optimizers
         for parameter in module.parameters()
         for leaf in tensors_in(optimizer.state.get(parameter, {}))
+        if leaf.device == parameter.device
     )
     return 2 * stored.weights + stored.resident + stored.indices + sum(moments)
 
