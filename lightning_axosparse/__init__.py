@@ -1,5 +1,8 @@
 """Message-driven pipeline parallelism and early-bird sparse training for PyTorch Lightning."""
 
+import lightning_axosparse.support.lightning_names  # noqa: F401  before Lightning is imported
+
+# isort: split
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_axosparse.callbacks.early_bird import EarlyBirdTicket

@@ -101,13 +101,6 @@ class TicketCallback(Callback, ABC):
                     f"not fit those that {name} leaves. Leave one of the two callbacks out."
                     + see("callbacks")
                 )
-        if not isinstance(trainer, Trainer):
-            raise MisconfigurationException(
-                "pytorch_lightning and lightning have the same classes under two names, and an "
-                "object of one is none of the other. Write `import lightning.pytorch as pl` in "
-                "place of `import pytorch_lightning as pl`, for the module and the Trainer."
-                + see("copies")
-            )
         if not hasattr(trainer.strategy, "use_freed_memory"):
             raise MisconfigurationException(
                 f"{name} needs strategy='axosparse' (AxoSparseStrategy); "

@@ -156,7 +156,9 @@ class MPIStrategy(ParallelStrategy):
         """Set the rank that Lightning's rank-zero helpers compare with."""
         vars(rank_zero_only).update(rank=self.global_rank)
         if not self.is_global_zero:  # The first rank warns of what Lightning uses.
-            warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
+            warnings.filterwarnings(
+                "ignore", category=FutureWarning, module=r"(pytorch_)?lightning\."
+            )
 
     def _configure_launcher(self) -> None:
         devices = len(self.parallel_devices or ())

@@ -120,12 +120,9 @@ class AxoSparseStrategy(PipelineStrategy):
         super().__init__(Config(*args, **arguments))
 
     def __repr__(self) -> str:
-        """What Fabric, and a Trainer of the other package, show where they refuse the object."""
-        return (
-            f"{type(self).__name__}(g_inter={self.config.g_inter!r}), which is for "
-            "lightning.pytorch.Trainer (`import lightning.pytorch as pl`): neither a Trainer of "
-            "pytorch_lightning nor Fabric takes it"
-        )
+        """What Fabric shows where it refuses the object."""
+        name = type(self).__name__
+        return f"{name}(g_inter={self.config.g_inter!r}), which is for a Trainer: Fabric has none"
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

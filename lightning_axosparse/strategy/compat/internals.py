@@ -31,7 +31,7 @@ from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import tensors_in
 
-_KNOWN = ("lightning.", "lightning_axosparse.")
+_KNOWN = ("lightning.", "pytorch_lightning.", "lightning_axosparse.")
 _C = TypeVar("_C", bound="RankLocalCallback")
 
 move_optimizers = _optimizers_to_device

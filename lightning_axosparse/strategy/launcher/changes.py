@@ -33,7 +33,10 @@ from lightning_axosparse.support.troubleshooting import see
 _TRAINER_ATTRIBUTES = ("state", "should_stop", "callbacks", "datamodule")
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 _STRATEGY_ATTRIBUTES = frozenset({"regridded"})
-_LIBRARIES = ("lightning.", "lightning_axosparse.", "torch.", "torchmetrics.")
+_LIBRARIES = (
+    *("lightning.", "pytorch_lightning.", "lightning_fabric."),
+    *("lightning_axosparse.", "torch.", "torchmetrics."),
+)
 # Attributes of every module whose content, such as hooks, belongs to one process.
 _MODULE_INTERNALS = frozenset(vars(LightningModule())) - {
     "_modules",
