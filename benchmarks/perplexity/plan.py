@@ -403,7 +403,7 @@ SHORT = tuple(
     )
     for task in (MAIN, SMALL, WIKI, LONG)
 )
-"""Tasks of .2 to 2 tokens a parameter; together they are one table."""
+"""Tasks of .2 to 2 tokens per parameter; together they are one table."""
 
 HEAD = 2
 """The lines above the rows of a table."""

@@ -53,7 +53,7 @@ class Comparison:
 
     def rows(self, results: Mapping[Job, Line]) -> list[str]:
         """Return the lines of a Markdown table, as far as the jobs were finished."""
-        columns = ["task", "arm", "seeds", "tokens a parameter", "validation", "test"]
+        columns = ["task", "arm", "seeds", "tokens per parameter", "validation", "test"]
         columns += ["to the first", "state", "CPU seconds"]
         rows = [f"| {' | '.join(columns)} |", f"| --- | --- | --- {'| --: ' * 6}|"]
         first: dict[int, Line] = {}

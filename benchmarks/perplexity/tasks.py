@@ -109,10 +109,10 @@ LONG = Task("LONG", "files", steps=192)
 WIKI = Task("WIKI", "folder")
 
 SHORT = (MAIN, SMALL, LONG, WIKI)
-"""Tasks of .2 to .9 tokens a parameter, where a network has hardly begun to use its weights... """
+"""Tasks of .2 to .9 tokens per parameter, where a network has hardly begun to use its weights."""
 
 LIBRARY = Task("LIBRARY", "files", width=64, epochs=1, steps=4352)
-"""Twenty tokens a parameter: .22 M parameters, 4.5 M tokens, each seen once."""
+"""Twenty tokens per parameter: .22 M parameters, 4.5 M tokens, each seen once."""
 
 ENGLISH = Task("ENGLISH", "folder", width=64, epochs=4, steps=1088)
 LARGER = Task("LIBRARY .8M", "files", width=128, epochs=2, steps=8192)

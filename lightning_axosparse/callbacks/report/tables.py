@@ -94,7 +94,7 @@ _LONG = 20
 
 def _length(facts: RunFacts) -> Section:
     tokens = facts.tokens_a_parameter
-    rows = [("tokens a parameter", f"{tokens:.2g}" if tokens < 10 else f"{tokens:.0f}")]
+    rows = [("tokens per parameter", f"{tokens:.2g}" if tokens < 10 else f"{tokens:.0f}")]
     if tokens < _LONG / 2:
         meaning = f"nothing of quality, which takes {_LONG}: weights have hardly been used"
         rows.append(("what that shows", meaning))

@@ -137,4 +137,4 @@ def test_a_short_training_shows_nothing_of_quality(facts):
     assert tokens == "0.19"
     assert meaning.startswith("nothing of quality")
     facts.ranks[0].tokens = 20_000
-    assert rows(facts, "Length") == [("tokens a parameter", "20")]
+    assert rows(facts, "Length") == [("tokens per parameter", "20")]
