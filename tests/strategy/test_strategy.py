@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -47,31 +46,15 @@ class Flat(Net):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"g_inter": 0}, "g_inter=0 must"),
-        ({"microbatches": -1}, "microbatches=-1"),
-        ({"in_flight": 0}, "in_flight=0"),
         ({"schedule": "2f2b"}, "'2f2b'.*message-driven"),
         ({"transport": "carrier pigeon"}, "'carrier pigeon'.*loopback"),
         ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs to"),
-        ({"microbatches": "4"}, "microbatches='4'.*or None"),
-        ({"in_flight": 1.5}, "in_flight=1.5"),
-        ({"shard_optimizer": 1}, "shard_optimizer=1"),
-        ({"shard_optimizer": "yes"}, "shard_optimizer='yes'"),
-        ({"timeout": 0}, "timeout=0 must be a number of seconds"),
         ({"timeout": timedelta(seconds=-1)}, "timeout=.*datetime.timedelta"),
-        ({"restarts": -1}, "restarts=-1 must be a whole number, 0 or more"),
-        ({"timeout": "30 min"}, "timeout='30 min'"),
-        ({"timeout": True}, "timeout=True"),
-        ({"timeout": float("nan")}, "timeout=nan"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(MisconfigurationException, match=words):
         AxoSparseStrategy(**arguments)
-
-
-def test_numpys_whole_numbers_count() -> None:
-    assert AxoSparseStrategy(g_inter=np.int64(1), microbatches=np.int32(3)).microbatches == 3
 
 
 def test_a_grid_that_does_not_fit_is_refused_by_the_trainer() -> None:

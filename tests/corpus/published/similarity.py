@@ -14,7 +14,6 @@ from tests.corpus.harness import entry
 from tests.corpus.modules import numbers
 
 DOUBLE = {"precision": "64-true"}
-COMPARED = "Its loss compares the samples of the batch with each other."
 
 
 def convnet(outputs: int = 8) -> nn.Sequential:
@@ -59,7 +58,7 @@ class Pairs(L.LightningModule):
         return [optimizer], [scheduler]
 
 
-@entry(reason=COMPARED, trainer=DOUBLE)
+@entry(trainer=DOUBLE)
 class UvASimCLR(Pairs):
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +118,7 @@ class Episodes(L.LightningModule):
         return DataLoader(batches, batch_size=None)
 
 
-@entry(reason=COMPARED, trainer=DOUBLE)
+@entry(trainer=DOUBLE)
 class UvAProtoNet(Episodes):
     def __init__(self) -> None:
         super().__init__()
