@@ -5,23 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import lightning_axosparse
 from lightning_axosparse.cli.sweep import CURVES
-from tests.parity import test_containers, test_families, test_transformers
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "lightning_axosparse"
-SUBPACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 API = sorted((REPOSITORY / "docs" / "api").glob("*.md"))
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
-LISTING = ARCHITECTURE.partition("## Subpackages")[2].partition("\n## ")[0]
-README = PAGES[0].read_text()
 
 
 def inline_code(text: str) -> list[str]:
@@ -29,30 +24,18 @@ def inline_code(text: str) -> list[str]:
     return re.findall(r"`([^`\n]+)`", text)
 
 
-PATHS, NAMES = (
-    sorted({code for code in inline_code(ARCHITECTURE) if fits(code)})
-    for fits in (
-        lambda code: re.fullmatch(r"[\w./]*(\.py|\.yaml|/)", code),
-        lambda code: (
-            re.fullmatch(r"\w+(\.\w+)+", code)
-            and code.split(".")[0] in SUBPACKAGES
-            and not code.endswith(".py")
-        ),
-    )
-)
-
-
-def folders(table: str) -> set[str]:
-    """The folders that the first column of a table names."""
-    cells = re.findall(r"^\| ([^|]*)\|", table, re.MULTILINE)
-    return {code.strip("/") for cell in cells for code in inline_code(cell)}
+PATHS = {
+    code for code in inline_code(ARCHITECTURE) if re.fullmatch(r"[\w./]*(\.py|\.yaml|/)", code)
+}
 
 
 def test_paths_exist() -> None:
     rooms = (PACKAGE / name for name in ("distributed", "strategy", "callbacks"))
     roots = [REPOSITORY, PACKAGE, *rooms]
-    assert {"pipeline/engine.py", "support/"} <= set(PATHS)
-    assert [path for path in PATHS if not any((root / path).exists() for root in roots)] == []
+    assert {"pipeline/engine.py", "support/"} <= PATHS
+    assert [
+        path for path in sorted(PATHS) if not any((root / path).exists() for root in roots)
+    ] == []
 
 
 OF_OTHERS = {
@@ -84,21 +67,6 @@ def test_files_that_a_page_names_exist_or_are_written() -> None:
     assert missing == OF_OTHERS.keys()
 
 
-def test_names_can_be_imported() -> None:
-    assert "pipeline.schedule.SCHEDULES" in NAMES
-    for name in NAMES:
-        parts = name.split(".")
-        found: object = lightning_axosparse
-        for number, part in enumerate(parts, start=1):
-            if not hasattr(found, part):
-                import_module(".".join(["lightning_axosparse", *parts[:number]]))
-            found = getattr(found, part)
-
-
-def test_every_subpackage_is_listed() -> None:
-    assert folders(LISTING) == SUBPACKAGES
-
-
 def test_links_lead_somewhere() -> None:
     links = [
         (page, target)
@@ -116,12 +84,6 @@ def test_links_lead_somewhere() -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_a_page_shows_no_directive_of_the_site_where_it_is_read_in_the_repository() -> None:
-    for page in [*PAGES, *API]:
-        visible = re.sub(r"<!--.*?-->|```.*?```", "", page.read_text(), flags=re.DOTALL)
-        assert not re.search(r"^\s*(:::|--8<--|!!!|\?\?\?)", visible, re.MULTILINE), page
-
-
 def test_files_that_a_page_shows_are_those_of_the_examples() -> None:
     shown = [
         block
@@ -131,18 +93,6 @@ def test_files_that_a_page_shows_are_those_of_the_examples() -> None:
     assert len(shown) >= 3
     for path, code in shown:
         assert code == (REPOSITORY / path).read_text(), path
-
-
-def test_every_benchmark_has_a_page() -> None:
-    folders = {path.parent.name for path in (REPOSITORY / "benchmarks").glob("*/README.md")}
-    navigation = (REPOSITORY / "mkdocs.yml").read_text()
-    assert set(re.findall(r" benchmarks/(\w+)\.md$", navigation, re.MULTILINE)) == folders
-
-
-def test_every_notebook_has_a_page() -> None:
-    names = {path.stem for path in (REPOSITORY / "notebooks").glob("*.ipynb")}
-    navigation = (REPOSITORY / "mkdocs.yml").read_text()
-    assert set(re.findall(r" notebooks/(\w+)\.md$", navigation, re.MULTILINE)) == names
 
 
 def test_every_public_name_has_its_docstring_on_a_page() -> None:
@@ -156,38 +106,6 @@ def test_every_public_name_has_its_docstring_on_a_page() -> None:
     for method in re.findall(r"[. `]strategy\.(\w+)\(", text):
         assert method in members.split(", ")
         assert getattr(strategy, method).__doc__
-
-
-def test_the_networks_that_are_said_to_run_are_those_that_tests_train() -> None:
-    page = (REPOSITORY / "docs" / "will-my-module-run.md").read_text()
-    row = r"^\| [^|]+ \| (`[^|]+`)(: found)? \| `(\w+)\.py`: ([^|]+) \|$"
-    rows = re.findall(row, page, re.MULTILINE)
-    listed = {
-        (file, network): None if found else inline_code(paths)
-        for paths, found, file, network in rows
-    }
-    tested = (
-        {
-            ("test_transformers", name): options.get("pipeline")
-            for name, (_, options) in test_transformers.ROWS.items()
-        }
-        | {
-            ("test_containers", name): options.get("pipeline")
-            for name, (_, options) in test_containers.NETWORKS.items()
-        }
-        | {
-            ("test_families", name): options.get("pipeline")
-            for name, (_, _, options) in test_families.ROWS.items()
-        }
-    )
-    assert listed.keys() == tested.keys()
-    for network, pipeline in tested.items():
-        ends = listed[network]
-        assert (ends is None) == (pipeline is None)
-        if ends is not None:
-            paths = [pipeline] if isinstance(pipeline, str) else pipeline
-            assert len(paths) == len(ends)
-            assert all(path.endswith(f".{end}") for path, end in zip(paths, ends, strict=True))
 
 
 @pytest.mark.slow

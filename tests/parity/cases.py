@@ -17,6 +17,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.accelerator import trainer_devices
+from tests.quiet import QUIET
 
 CLASSES, FEATURES, BATCHES, BATCH, EPOCHS = 5, 12, 6, 8, 3
 
@@ -128,10 +129,7 @@ def trainer(
     settings = {
         **trainer_devices(strategy, devices),
         "max_epochs": EPOCHS,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         "use_distributed_sampler": True,
         **options,
     }

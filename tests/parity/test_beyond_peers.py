@@ -174,29 +174,3 @@ def test_a_pipeline_does_what_one_process_does(row: str, runs: Any, expected: An
         assert difference(record, actual) <= 1e-12
     # The last stage, which is the first rank, returns all of the step's output.
     assert_same(ranks[0][1:], (trained, validated))
-
-
-class Skipping(Tagger):
-    """Adds the first block's output to the last one's, round the edge of a stage."""
-
-    def forward(self, words: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        state = {"x": self.embed(words), "scale": torch.ones(len(words))}
-        first = state
-        for index, block in enumerate(self.blocks):
-            state = block(state["x"], state["scale"], mask=mask)
-            if index == 0:
-                first = state
-        return self.head(state["x"] + first["x"]), state["scale"]
-
-
-def test_a_skip_connection_round_the_edge_of_a_stage_works() -> None:
-    losses = []
-    for strategy in ("auto", AxoSparseStrategy(g_inter=2, transport="loopback")):
-        L.seed_everything(0, verbose=False)
-        module = Skipping()
-        run = trainer(strategy, max_epochs=1, precision="64-true")
-        (before,) = run.validate(module, batches(VALIDATION), verbose=False)
-        run.fit(module, batches(TRAINING))
-        (after,) = run.validate(module, batches(VALIDATION), verbose=False)
-        losses.append((before["val"], after["val"]))
-    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-12)

@@ -23,10 +23,8 @@ from lightning.pytorch.callbacks import (
     LambdaCallback,
     LearningRateMonitor,
     ModelSummary,
-    StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.trainer.states import RunningStage
@@ -37,7 +35,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import Running
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import CLASSES, Net, Record, difference, fit, loader, recorded, trainer
+from tests.parity.cases import CLASSES, Net, Record, difference, fit, loader, trainer
 from tests.ranks import run_ranks
 
 
@@ -209,21 +207,6 @@ def test_all_ranks_validate_when_the_clock_of_one_says_so(runs: list[Any]) -> No
     assert [ours for *_, (ours, _) in runs] == [steps] * len(runs)
     *_, (_, measured) = runs[0]
     assert measured == names
-
-
-@pytest.mark.parametrize(
-    "callback", [lambda: WeightAveraging(), lambda: StochasticWeightAveraging(1e-2, 1)]
-)
-def test_averages_of_weights_where_one_process_has_all_stages(callback: Any) -> None:
-    def averaged(strategy: Any) -> Record:
-        L.seed_everything(0, verbose=False)
-        module = Net()
-        run = trainer(strategy, callbacks=[callback()])
-        run.fit(module, loader(1), loader(2, batches=1))
-        return recorded(run, module)
-
-    ours = averaged(strategy(transport="loopback"))
-    assert difference(averaged("auto"), ours) <= 1e-6
 
 
 def test_a_batch_size_is_sought_on_one_process() -> None:

@@ -248,22 +248,3 @@ def test_replicas_stay_equal(ranks: Any) -> None:
         record, found = results["divided"]
         assert found == ticket
         assert difference(record, results["replicas"][0]) == 0
-
-
-def test_a_resnet_in_one_process(ranks: Any) -> None:
-    plain, ticket = train("resnet", 1, {})
-    expected, masks = masked("resnet", ticket)
-    for strategy in (
-        {"g_inter": 3, "transport": "loopback"},
-        {"g_inter": 5, "transport": "loopback"},
-        {"g_inter": 2, "transport": "loopback", "recompute": 1},
-    ):
-        record, found = train("resnet", 1, strategy)
-        assert found == ticket
-        assert difference(record, plain) <= 1e-12
-    assert {n: m.tolist() for n, m in ticket.masks.items()} == {
-        n: m.tolist() for n, m in masks.items()
-    }
-    assert plain.losses == pytest.approx(expected.losses, abs=1e-12)
-    for name, weight in expected.weights.items():
-        assert torch.allclose(plain.weights[name], weight, rtol=0, atol=1e-12), name

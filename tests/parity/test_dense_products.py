@@ -74,7 +74,6 @@ WAYS: dict[str, dict[str, Any]] = {
 GRIDS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "2x1": (2, 1, {"g_inter": 2}),
     "1x2": (2, 2, {"g_inter": 1}),
-    "loopback 2x1": (1, 1, {"g_inter": 2, "transport": "loopback"}),
 }
 
 

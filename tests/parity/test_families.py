@@ -2,7 +2,7 @@
 as they do on one process, before and after a ticket was drawn.
 
 All in float64, also where the libraries round to float32 in between: sums of rounded parts differ.
-The others are in ``test_transformers`` and ``test_containers``.
+The others are in ``test_containers``.
 """
 
 from __future__ import annotations
@@ -144,6 +144,11 @@ def vit() -> Family:
     return Family(ViTForImageClassification(config))
 
 
+def uncached(network: nn.Module) -> Family:
+    network.config.use_cache = False
+    return Family(network)
+
+
 def lora() -> Family:
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"])
     return Family(get_peft_model(networks.llama(LAYERS), config))
@@ -152,6 +157,11 @@ def lora() -> Family:
 # Row: network, data, options of the strategy.
 ROWS: dict[str, tuple[Callable[[], Family], Callable[[], Dataset], dict[str, Any]]] = {
     "GPT-2": (lambda: Family(networks.gpt2(LAYERS)), Texts, {"pipeline": "net.transformer.h"}),
+    "GPT-2 recomputed": (
+        lambda: uncached(networks.gpt2(LAYERS)),
+        Texts,
+        {"pipeline": "net.transformer.h", "recompute": 2},
+    ),
     "Llama": (lambda: Family(networks.llama(LAYERS)), Texts, {"pipeline": "net.model.layers"}),
     # The loss that balances experts is no mean over samples.
     "Mixtral": (
@@ -169,6 +179,9 @@ ROWS: dict[str, tuple[Callable[[], Family], Callable[[], Dataset], dict[str, Any
         Texts,
         {"pipeline": ["net.encoder.block", "net.decoder.block"]},
     ),
+    "T5 encoder": (lambda: Family(networks.t5(3)), Texts, {"pipeline": "net.encoder.block"}),
+    # It sends one gradient a stage into the encoder.
+    "T5 decoder": (lambda: Family(networks.t5(3)), Texts, {"pipeline": "net.decoder.block"}),
     "ViT": (vit, Images, {"pipeline": "net.vit.layers"}),
     "Transformer": (Translator, Texts, {"pipeline": ["net.encoder.layers", "net.decoder.layers"]}),
     "LSTM": (Recurrent, Texts, {"pipeline": "net.layers"}),
@@ -224,3 +237,11 @@ def test_a_network_trains_as_on_one_process(row: str, runs: Any) -> None:
     assert len(expected[row].losses) == STEPS
     for records in ranks:
         assert difference(expected[row], records[row]) <= 1e-12
+
+
+def test_a_cache_that_recomputing_would_fill_twice_is_refused() -> None:
+    strategy = AxoSparseStrategy(
+        g_inter=2, transport="loopback", pipeline="net.transformer.h", recompute=1
+    )
+    with pytest.raises(RuntimeError, match=r"'net\.transformer\.h\.\d'.*use_cache=False"):
+        train("GPT-2", strategy, ticket=False)

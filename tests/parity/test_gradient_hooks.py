@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import lightning as L
-import pytest
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
@@ -69,21 +68,6 @@ def on_ranks(ranks: int, port: int) -> dict[str, Any]:
     join_ddp(ranks, port)
     found["ddp"] = train("ddp", ranks)
     return found
-
-
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_hooks_see_a_whole_batch_in_one_process(accumulated: int) -> None:
-    options = {"accumulate_grad_batches": accumulated}
-    expected, calls = train("auto", **options)
-    assert len(calls) == 7
-    for strategy in (
-        AxoSparseStrategy(microbatches=3),
-        AxoSparseStrategy(g_inter=2, transport="loopback"),
-        AxoSparseStrategy(g_inter=3, transport="loopback"),
-    ):
-        record, called = train(strategy, **options)
-        assert called == calls
-        assert difference(expected, record) < 1e-12
 
 
 def test_hooks_see_the_batch_of_a_replica_on_ranks() -> None:

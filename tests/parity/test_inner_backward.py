@@ -89,26 +89,6 @@ class PartlySeen(Module):
         return out.pow(2).mean() + slope.pow(2).sum(1).mean()
 
 
-class Adversarial(Module):
-    """Moves samples along the gradient of the loss, as by FGSM."""
-
-    def loss(self, x: Tensor) -> Tensor:
-        out = self.head(self.net(x.requires_grad_()))
-        out.pow(2).sum().backward(retain_graph=True)
-        return self.head(0.1 * x.grad.data.sign()).pow(2).mean() + out.mean()
-
-
-class Energy(Module):
-    """Draws samples of low energy by steps of Langevin before it learns."""
-
-    def loss(self, x: Tensor) -> Tensor:
-        fake = x.flip(1).requires_grad_()
-        for _ in range(2):
-            self.head(self.net(fake)).sum().backward()
-            fake = (fake - fake.grad.data).detach().requires_grad_()
-        return super().loss(x) - super().loss(fake)
-
-
 def train(kind: type[Module], strategy: Any, devices: int = 1) -> Record:
     L.seed_everything(0, verbose=False)
     module = kind().double()
@@ -126,7 +106,7 @@ def test_inside_a_layer_before_and_behind_the_layers_it_is_right(kind: type[Modu
         assert difference(expected, train(kind, strategy)) < 1e-12
 
 
-@pytest.mark.parametrize("kind", [Penalized, PartlySeen, Adversarial, Energy])
+@pytest.mark.parametrize("kind", [Penalized, PartlySeen])
 def test_through_layers_of_other_stages_it_is_refused(kind: type[Module]) -> None:
     record = train(kind, AxoSparseStrategy(microbatches=4))
     assert difference(train(kind, "auto"), record) < 1e-12
