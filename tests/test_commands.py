@@ -11,7 +11,6 @@ import re
 import shlex
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import lightning as L
@@ -23,7 +22,6 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig
 from torch import nn
 
-from axosparse_commands import arguments as arguments_of
 from axosparse_commands.overrides import configuration
 from lightning_axosparse import Ticket, save_safetensors, sparsify
 from lightning_axosparse.cli import plan, sweep
@@ -69,38 +67,6 @@ def composed(name: str, arguments: list[str]) -> DictConfig:
 
 def exists(file: str) -> None:
     assert list(EXAMPLES.rglob(file)), file
-
-
-@pytest.mark.parametrize("command", [c for c in commands() if not c.startswith(COMPOSED)])
-def test_the_command_is_one(command: str) -> None:
-    if "." in command.split()[:1]:
-        return  # . .venv/bin/activate
-    loop = re.fullmatch(r"for attempt in [\d ]+; do (.*) && break; done", command)
-    program, *arguments = shlex.split(loop[1] if loop else command, comments=True)
-    match program:
-        case "axosparse-plan":
-            arguments_of.plan().parse_args(arguments)
-        case "axosparse-sweep":
-            assert len(arguments) == 1
-        case "python" | ".venv/bin/python" if arguments[0] == "-m":
-            assert find_spec(arguments[1])
-        case "python" | "sbatch":
-            exists(arguments[0])
-        case "mpiexec" | "srun":
-            exists(arguments[arguments.index("python") + 1])
-        case "make":
-            assert re.search(
-                rf"^{arguments[0]}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE
-            )
-        case "pip":
-            assert arguments[0] == "install"
-            for extras in re.findall(r"\[([\w,]+)\]", command):
-                for extra in extras.split(","):
-                    assert re.search(rf"^{extra} = \[", PROJECT, re.MULTILINE)
-        case "python3":
-            assert arguments[:2] == ["-m", "venv"]
-        case _:
-            raise AssertionError(f"unknown: {command}")
 
 
 class MyModule(BoringModel):
@@ -163,7 +129,17 @@ def saved(name: str, own: bool) -> None:
     trainer.save_checkpoint(path)
 
 
-@pytest.mark.parametrize("command", RUNS)
+QUICK = (
+    "axosparse-train experiment=smoke",
+    "axosparse-eval checkpoint=pruned.safetensors model.width=192 model.depth=6 'loops=[test]'",
+)
+"""Commands that `make test` runs; it composes what the others would run."""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(run, marks=[pytest.mark.slow] * (run not in QUICK)) for run in RUNS],
+)
 def test_a_command_of_the_package_runs(command: str, folder: Path) -> None:
     program, *arguments = shlex.split(command)
     own = "model=own" in arguments
@@ -181,6 +157,16 @@ def test_a_command_of_the_package_runs(command: str, folder: Path) -> None:
     few = [*HERE.split(), "trainer.max_epochs=1", "sample.length=2", "folder=out"]
     train(composed("config", [*SMALL.split(), *gpt, *arguments, *few]))
     assert (folder / "out" / RESULT).exists()
+
+
+def test_arguments_of_every_command_compose() -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    assert {*QUICK} < {*RUNS}
+    for program, *arguments in map(shlex.split, RUNS):
+        found = composed("eval" if program == "axosparse-eval" else "config", arguments)
+        assert found.strategy
+        assert found.model
 
 
 def test_a_sweep_is_gathered_by_the_command(
@@ -207,8 +193,3 @@ def test_the_commands_of_the_package_are_shown() -> None:
     for name, module, function in scripts:
         assert name in shown
         assert hasattr(import_module(module), function)
-
-
-def test_links_between_examples_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", (EXAMPLES / "README.md").read_text()):
-        assert Path(EXAMPLES / target).exists(), target

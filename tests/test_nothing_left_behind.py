@@ -236,8 +236,14 @@ def observed_run(name: str, folder: Path, raises: bool) -> tuple[Trainer, Traine
     return run, plain, module
 
 
-@pytest.mark.parametrize("entry", [*ENTRIES, "a fit that raises"])
-@pytest.mark.parametrize("name", STRATEGIES)
+CALLS = [
+    *((name, entry) for name in STRATEGIES for entry in ("fit", "a fit that raises")),
+    *(("ranks", entry) for entry in ENTRIES if entry != "fit"),
+    *(("loopback", entry) for entry in ENTRIES if entry != "fit"),
+]
+
+
+@pytest.mark.parametrize(("name", "entry"), CALLS)
 def test_the_process_is_as_it_was(name: str, entry: str, tmp_path: Path) -> None:
     raises = entry not in ENTRIES
     run, plain, module = observed_run(name, tmp_path, raises)

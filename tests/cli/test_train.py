@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import lightning as L
@@ -26,11 +27,21 @@ from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
 
 GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
-CHOICES = [
-    f"{group}={file.stem}"
-    for group in GROUPS
-    for file in sorted((configuration() / group).glob("*.yaml"))
-]
+CHANGE_OTHERS = {"arm", "debug", "experiment", "hparams_search"}
+"""Groups whose choices change those of other groups."""
+
+
+def choices() -> list[list[str]]:
+    """Every choice of every group; several at once of groups that do not change others."""
+    found = {
+        group: [f"{group}={file.stem}" for file in sorted((configuration() / group).glob("*.yaml"))]
+        for group in GROUPS
+    }
+    alone = [[choice] for group in CHANGE_OTHERS & {*GROUPS} for choice in found.pop(group)]
+    together = zip_longest(*found.values())
+    return sorted(alone) + [[choice for choice in each if choice] for each in together]
+
+
 OWN = {
     "model=own": ["model._target_=lightning.pytorch.demos.boring_classes.BoringModel"],
     "data=own": ["data._target_=lightning.pytorch.demos.boring_classes.BoringDataModule"],
@@ -68,11 +79,12 @@ def test_groups():
     ]
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_every_choice_composes_and_describes_objects_that_exist(choice, tmp_path):
+@pytest.mark.parametrize("chosen", choices(), ids=" ".join)
+def test_every_choice_composes_and_describes_objects_that_exist(chosen, tmp_path):
     # An experiment may override a group, so a choice is added to the defaults by its own name.
-    config = configured(choice, *OWN.get(choice, []), f"folder={tmp_path / 'job'}")
-    if choice.startswith("arm="):
+    own = [value for choice in chosen for value in OWN.get(choice, [])]
+    config = configured(*chosen, *own, f"folder={tmp_path / 'job'}")
+    if chosen[0].startswith("arm="):
         write_job(tmp_path / "ticket-0.8-seed0", "ticket", 0.8, ticket=True)  # that others take
     OmegaConf.resolve(config)
     assert isinstance(instantiate(config.model), L.LightningModule)
