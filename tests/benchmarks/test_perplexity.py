@@ -1,30 +1,23 @@
 from __future__ import annotations
 
 import json
-import re
-from dataclasses import replace
-from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
 from torch.utils.data import DataLoader
 
-from axosparse_commands.overrides import configuration
 from benchmarks.perplexity import plan
 from benchmarks.perplexity.arms import Arm, once
 from benchmarks.perplexity.job import Job
-from benchmarks.perplexity.pruner import Pruner
 from benchmarks.perplexity.results import Results
-from benchmarks.perplexity.searching import WINDOW, measure
-from benchmarks.perplexity.table import Comparison, settled
-from benchmarks.perplexity.tasks import ENGLISH, LARGE, LARGER, LIBRARY, MAIN, Task, split_by_file
+from benchmarks.perplexity.table import Comparison
+from benchmarks.perplexity.tasks import Task
 from benchmarks.perplexity.together import Together, run_all
 from benchmarks.perplexity.training import Training
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
 from lightning_axosparse.examples.data import EpochShuffle
+from tests.quiet import QUIET
 
 TINY = Task("TINY", "folder", 16, 2, 2, 8, batch_size=2, epochs=2, steps=16, held_out=4)
 CHANGING = {"begin": 0.25, "end": 0.75, "every": 1 / 8}
@@ -109,10 +102,7 @@ def test_a_job_trains_as_the_callback_does(folder, arm, method):
         max_epochs=TINY.epochs,
         limit_train_batches=TINY.steps,
         gradient_clip_val=TINY.clip,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         strategy=AxoSparseStrategy(g_inter=1, microbatches=1),
         callbacks=callbacks,
     )
@@ -178,21 +168,6 @@ def test_finished_jobs_are_not_run_again(folder, tmp_path):
     assert len(dense["distances"]) == 28
 
 
-def test_a_dense_beginning_is_shared(folder, tmp_path):
-    results, states = Results(tmp_path / "results.jsonl"), tmp_path / "states"
-    alone = Results(tmp_path / "alone.jsonl")
-    jobs = [Job(TINY, arm, 0) for arm in (Arm(), once(0.8), once(0.5, 0.5, factor=2.0))]
-    results.complete(jobs, states, folder)
-    for job in jobs:
-        alone.complete([job], tmp_path / str(hash(job)), folder)
-    keys = ("validation", "test", "densities")
-    assert [[results.lines()[job][key] for key in keys] for job in jobs] == [
-        [alone.lines()[job][key] for key in keys] for job in jobs
-    ]
-    seconds = [alone.lines()[job]["seconds"] for job in jobs]
-    assert all(second >= 0 for second in seconds)
-
-
 def test_an_interrupted_job_leaves_its_state_and_whole_lines(folder, tmp_path, monkeypatch):
     results, states = Results(tmp_path / "results.jsonl"), tmp_path / "states"
     jobs = [Job(TINY, Arm(), 0), Job(TINY, once(0.8, factor=3.0), 0)]
@@ -212,20 +187,6 @@ def test_an_interrupted_job_leaves_its_state_and_whole_lines(folder, tmp_path, m
     results.complete(jobs, states, folder)
     assert steps == list(range(20, 32))
     assert set(results.lines()) == set(jobs)
-
-
-def test_settings_that_a_line_lacks_have_their_defaults():
-    job = Job(TINY, once(0.8, factor=2.0), 3)
-    line = json.loads(json.dumps(job.settings))
-    del line["arm"]["dropout"], line["arm"]["factor"]
-    assert Job.of(line) == replace(job, arm=once(0.8))
-
-
-@pytest.mark.parametrize("removed", [{"scope": "layer"}, {"power": 0.7}])
-def test_an_arm_whose_way_to_share_was_removed_is_not_run_in_another(removed):
-    model = TINY.model(3e-3)
-    with pytest.raises(ValueError, match="cannot be run any more"):
-        Pruner(once(0.8, **removed), model, torch.optim.AdamW(model.parameters()), 8, 0)
 
 
 def test_arms_are_compared_seed_by_seed():
@@ -252,78 +213,9 @@ def test_arms_are_compared_seed_by_seed():
     assert ticket[5:] == ["43.333 ± 48.418", "+5.0 ± 7.1 %", *same]
 
 
-def test_masks_settle_where_the_first_distance_is_below_the_threshold():
-    settling, never = Job(TINY, Arm(), 0), Job(TINY, Arm(), 1)
-    results = {
-        settling: {"distances": {"8": 0.9, "16": 0.4, "24": 0.6}},
-        never: {"distances": {"8": 0.9}},
-        Job(TINY, once(0.8), 0): {"distances": {"4": 0.1}},
-    }
-    assert settled(results)[2:] == ["| TINY | dense, 0.003 | 0 | 50% |"]
-
-
-def test_labels_say_where_an_arm_differs():
-    assert Arm().label == "dense, 0.003"
-    assert Arm(factor=2.0).label == "dense, 0.003, from 0.25, factor 2"
-    assert once(0.8, entries="random").label == "80% once, 0.003, from 0.25, entries random"
-    gradual = Arm(6e-3, 0.9, "gradual", 0.1, 0.75, floor=0.3)
-    assert gradual.label == "90% gradual, 0.006, from 0.1, end 0.75, floor 0.3"
-    with pytest.raises(ValueError, match=r"Pruned once, at 0\.25, but the end is 0\.5"):
-        Arm(ratio=0.8, end=0.5)
-
-
 def test_what_reports_is_not_what_chooses():
     assert not set(plan.CHOOSING) & set(plan.FRESH)
     for phase, comparisons in plan.PHASES.items():
         for each in comparisons:
             assert set(each.seeds) <= set(plan.FRESH if each.key == "test" else plan.CHOOSING)
             assert {job.task for job in plan.jobs(phase)} >= {job.task for job in each.jobs}
-
-
-def test_the_page_and_the_help_name_phases_that_exist():
-    folder = Path(plan.__file__).parent
-    for file in ("README.md", "__main__.py"):
-        found = re.search(
-            r"python -m benchmarks\.perplexity ([a-z][a-z ]*)", (folder / file).read_text()
-        )
-        assert found is not None
-        assert set(found[1].split()) <= set(plan.PHASES)
-
-
-def test_tasks_see_twenty_tokens_a_parameter():
-    for task in (LIBRARY, ENGLISH, LARGER, LARGE):
-        count = sum(p.numel() for p in task.model(1e-3).parameters())
-        assert 20 <= task.tokens / count < 21, task.name
-
-
-def test_the_short_tasks_main_job_is_that_of_the_package():
-    with initialize_config_dir(str(configuration()), version_base="1.3"):
-        config = compose("config")
-    data = config.data
-    assert (MAIN.context, MAIN.batch_size, MAIN.held_out) == (
-        data.context,
-        data.batch_size,
-        data.max_held_out,
-    )
-    assert (MAIN.epochs, MAIN.steps) == (
-        config.trainer.max_epochs,
-        config.trainer.limit_train_batches,
-    )
-    assert MAIN.clip == config.trainer.gradient_clip_val
-    assert MAIN.model(Arm().rate).hparams == instantiate(config.model).hparams
-
-
-def test_searching_takes_a_bit_a_weight_and_mask():
-    found = {score: measure(64, 2, score) for score in ("magnitude", "saliency")}
-    for sizes in found.values():
-        assert sizes["window"] == WINDOW * sizes["entries"] // 8
-        assert sizes["peak"] >= 0
-
-
-def test_files_are_either_trained_on_or_held_out(tmp_path):
-    files = [tmp_path / f"{place:02}" for place in range(40)]
-    for place, file in enumerate(files):
-        file.write_bytes(bytes([place]))
-    train, validation, test = (text.tolist() for text in split_by_file(files))
-    assert sorted(train + validation + test) == list(range(40))
-    assert (validation, test) == ([0, 20], [10, 30])

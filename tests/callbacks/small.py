@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.parameters import layouts
+from tests.quiet import QUIET
 
 
 class Model(LightningModule):
@@ -115,10 +116,7 @@ def fit(
         strategy=strategy or PartialStrategy(),
         callbacks=[callback, *callbacks],
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         **options,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy, ChannelTicket, EarlyBirdChannels, GradualPruning
 from tests.pruning.networks import images, made
+from tests.quiet import QUIET
 
 STEPS = 4
 """Of an epoch."""
@@ -56,10 +57,7 @@ def fit(
         "devices": 1,
         "max_epochs": 2,
         "precision": "64-true",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
+        **QUIET,
         **options,
     }
     run = L.Trainer(strategy=strategy or AxoSparseStrategy(), callbacks=[*callbacks], **settings)

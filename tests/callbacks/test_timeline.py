@@ -22,6 +22,7 @@ from lightning_axosparse.callbacks.timeline import (
 )
 from lightning_axosparse.support.trace import Span, clock
 from tests.callbacks import small
+from tests.quiet import QUIET
 
 
 @st.composite
@@ -121,10 +122,7 @@ def fit(folder, timeline, epochs=2) -> None:
         max_epochs=epochs,
         default_root_dir=folder,
         callbacks=[timeline],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     ).fit(Timed())
 
 

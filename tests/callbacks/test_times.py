@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_axosparse.callbacks.times import WHEN, Progress, in_steps, total_steps
+from tests.quiet import QUIET
 
 NOT_ASKED = None
 """Stands for the trainer, which is asked for its optimizer steps for shares only."""
@@ -81,10 +82,7 @@ def test_steps_of_a_run_whose_epochs_accumulate_different_numbers_of_batches(fac
         limit_train_batches=5,
         limit_val_batches=0,
         callbacks=[asked, GradientAccumulationScheduler(factors)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(BoringModel())
     assert asked.totals == {trainer.global_step} == {steps}

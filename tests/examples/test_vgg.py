@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_axosparse import ChannelTicket
 from lightning_axosparse.examples.vgg import VGG, VGG16
 from lightning_axosparse.pruning.channels import find_channels
+from tests.quiet import QUIET
 
 SMALL = ((4, 4), (8,), (6,))
 
@@ -55,10 +56,7 @@ def test_it_learns_and_its_rate_falls_twice() -> None:
         accelerator="cpu",
         max_epochs=10,
         callbacks=[Rates()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(model, loader, loader)
     assert trainer.callback_metrics["val_accuracy"] > 0.9

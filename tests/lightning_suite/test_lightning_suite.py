@@ -14,33 +14,9 @@ from lightning_axosparse import AxoSparseStrategy
 from tests.lightning_suite.expectations import BY_CHANCE, EXPECTED, judge, parse
 from tests.lightning_suite.modes import MODES
 
-LIST = """
-# a comment
-== one
-
-A reason that has
-two lines.
-  loops/a.py::one
-  loops/a.py::each
-
-== two
-Another.
-  core/b.py::two[1]
-"""
 PASSED, FAILED, SKIPPED = ["passed", ""], ["failed", "E"], ["skipped", ""]
 PLAIN = {f"loops/a.py::{name}": PASSED for name in ("one", "each[1]", "each[2]", "two")}
 PLAIN |= {"loops/a.py::never": FAILED}
-
-
-def test_the_list_has_a_reason_for_each_test() -> None:
-    reason = "A reason that has two lines."
-    assert parse(LIST) == {
-        "one": {"loops/a.py::one": reason, "loops/a.py::each": reason},
-        "two": {"core/b.py::two[1]": "Another."},
-    }
-    for text in ("== one\n  test\n", "reason\n  test\n", "== one\nreason\n  test\n  test\n"):
-        with pytest.raises(ValueError, match="test"):
-            parse(text)
 
 
 def test_the_projects_own_list_is_in_order() -> None:
@@ -64,13 +40,6 @@ def test_failures_that_nobody_expects_and_passes_that_nobody_expects() -> None:
     rest = {test: outcome for test, outcome in PLAIN.items() if test != "loops/a.py::two"}
     assert judge(rest, PLAIN, [], ["loops"]).unexpected == {"loops/a.py::two": "it was not run"}
     assert judge({**PLAIN, "loops/b.py::new": FAILED}, PLAIN, [], ["loops"])
-
-
-def test_what_fails_by_chance_may_pass() -> None:
-    by_chance = ["loops/a.py::each", "core/b.py::two[1]"]
-    assert judge({**PLAIN, "loops/a.py::each[1]": FAILED}, PLAIN, [], ["loops"], by_chance)
-    gone = judge(PLAIN, PLAIN, [], ["loops"], ["loops/a.py::gone"])
-    assert gone.surprises == ["loops/a.py::gone"]
 
 
 @pytest.mark.parametrize("mode", ["one rank", "loopback"])

@@ -202,20 +202,6 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module) -> None:
         assert torch.equal(mine.grad, other.grad)
 
 
-class Tuples(nn.Module):
-    """A layer that hands on several tensors, one of which is no float, and None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, value: Any) -> Any:
-        x, mask, nothing, extra = value
-        assert nothing is None
-        x = torch.tanh(self.linear(x) * mask)
-        return x, mask, None, {"sum": extra["sum"] + x.sum(-1)}
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("stages", "microbatches", "parted"),
@@ -274,25 +260,6 @@ def test_parameters_before_and_behind_the_layers_get_gradients_of_the_batch(stag
     assert torch.equal(net.behind.running_mean, reference.behind.running_mean)
 
 
-def test_any_pytree_crosses_the_edge_of_a_stage() -> None:
-    torch.manual_seed(1)
-    model = nn.Sequential(*(Tuples() for _ in range(4))).double()
-    reference = copy.deepcopy(model)
-    batch = torch.randn(6, 6).double(), torch.rand(6, 6) > 0.3
-
-    def step(net: nn.Module, batch: Any) -> Tensor:
-        x, mask = batch
-        y, _, _, extra = net((x, mask, None, {"sum": torch.zeros(x.shape[0])}))
-        return y.pow(2).mean() + extra["sum"].mean()
-
-    step(reference, batch).backward()
-    pipe, dealt = pipeline(model, 4)
-    train(pipe, lambda b: step(model, b), batch, 3)
-    dealt.uninstall()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
-
-
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -318,19 +285,6 @@ def chain(net: ResidualStack, x: Tensor, mask: Tensor) -> Tensor:
     for layer in net.layers:
         x = layer(x, mask=mask)
     return x
-
-
-def test_a_module_list_with_a_mask() -> None:
-    torch.manual_seed(2)
-    model = ResidualStack()
-    reference = copy.deepcopy(model)
-    batch = torch.randn(8, 6), torch.rand(8, 1)
-    net = lambda b: chain(reference, *b)  # noqa: E731
-    differentiate(net, lambda out: reference.norm(out).pow(3).mean(), batch, 4)
-    pipe, dealt = pipeline(model.layers, 3)
-    train(pipe, lambda b: model(*b).pow(3).mean(), batch, 4)
-    dealt.uninstall()
-    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize(
@@ -498,20 +452,6 @@ def test_gradients_of_the_code_before_the_layers_are_final_when_they_are_said_to
     assert finals.deferred == finals.final.keys() == set(outer)
     for parameter, gradient in finals.final.items():
         assert torch.equal(parameter.grad, gradient)
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_gradients_of_recomputed_layers_are_bit_identical(every: int) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.GELU()) for _ in range(4)))
-    reference = copy.deepcopy(model)
-    batch = torch.randn(8, 6)
-    differentiate(reference, lambda out: out.pow(2).mean(), batch, 4)
-    checkpointing = ActivationCheckpointing(every, torch.device("cpu"))
-    pipe, dealt = pipeline(model, 2, checkpointing=checkpointing)
-    train(pipe, lambda b: model(b).pow(2).mean(), batch, 4)
-    dealt.uninstall()
-    assert_same_gradients(model, reference)
 
 
 @pytest.mark.parametrize("parted", [False, True])

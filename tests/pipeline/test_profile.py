@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_axosparse import AxoSparseStrategy, sparsify
 from lightning_axosparse.pipeline import profile
 from lightning_axosparse.pipeline.profile import StageTimes, activation_bytes, profile_layers
-from lightning_axosparse.pipeline.shard.partition import imbalance
 from lightning_axosparse.support import trace
 from tests.parity.cases import CLASSES, FEATURES, Net, loader, trainer
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -212,10 +212,7 @@ def fit(network: Network, ranks: int = 1, **options: Any) -> tuple[list[str], li
         accelerator="cpu",
         devices=ranks,
         max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         strategy=AxoSparseStrategy(g_inter=2, microbatches=4, **options),
         callbacks=[held],
     )
@@ -256,12 +253,6 @@ def test_the_expected_imbalance_is_logged(
 ) -> None:
     ((message,), _) = fit(Network(clock, None), balance=balance, transport="loopback")
     assert f" in {parts}, the largest stage with {worst:.2f} times the mean stage's par" in message
-
-
-def test_imbalance() -> None:
-    assert imbalance([1, 2, 3], [range(2), range(2, 3)]) == 1.0
-    assert imbalance([1, 1, 4], [range(2), range(2, 3)]) == pytest.approx(4 / 3)
-    assert imbalance([0, 0], [range(1), range(1, 2)]) == 1.0
 
 
 def test_what_cannot_be_timed_is_refused(clock: Clock) -> None:

@@ -84,17 +84,6 @@ def test_so_does_the_message_driven_one_where_a_backward_takes_a_multiple_of_a_f
     assert simulation.makespan == pytest.approx(expected, rel=1e-6)
 
 
-@given(shape=shapes, forward=seconds, ratio=st.floats(1, 5), slack=st.integers(0, 6))
-def test_and_with_slack_wherever_a_backward_takes_no_less_than_a_forward(
-    shape: tuple[int, int], forward: float, ratio: float, slack: int
-) -> None:
-    simulation = run(
-        shape, in_flight=2 * shape[0] + slack, forward=forward, backward=ratio * forward
-    )
-    expected = closed_form(shape, forward, ratio * forward)
-    assert simulation.makespan == pytest.approx(expected, rel=1e-6)
-
-
 @given(shape=shapes, forward=seconds, backward=seconds, slack=st.integers(0, 6))
 def test_else_each_stage_delays_a_gradient_by_a_forward_at_most(
     shape: tuple[int, int], forward: float, backward: float, slack: int
@@ -170,40 +159,6 @@ def test_a_step_takes_no_less_than_its_longest_path_and_no_more_than_all_of_it_i
     longest = max(simulation.busy.max(), both.sum(0).max() + hops)
     assert simulation.makespan >= longest - 1e-6
     assert simulation.makespan <= both.sum() + hops * shape[1] + 1e-6
-
-
-@given(name=st.sampled_from(["1f1b", "gpipe"]), shape=shapes, wire=wires, seed=seeds)
-def test_a_static_order_is_never_faster_with_slower_parts(
-    name: str, shape: tuple[int, int], wire: Wire, seed: int
-) -> None:
-    slower = Wire(wire.latency + 0.5, wire.bandwidth / 2, wire.overhead + 0.1)
-    times = jittered(shape, seed)
-    extra = np.random.default_rng(seed).random(shape)
-    makespan = run(shape, name, **times, wires=wire, message_bytes=1.0).makespan
-    for worse in (
-        run(shape, name, **times, wires=slower, message_bytes=1.0),
-        run(
-            shape,
-            name,
-            forward=times["forward"] + extra,
-            backward=times["backward"],
-            wires=wire,
-            message_bytes=1.0,
-        ),
-    ):
-        assert worse.makespan >= makespan - 1e-6
-
-
-@given(shape=shapes, limit=st.integers(1, 14), wire=wires, seed=seeds, unit=st.floats(1e-6, 1e3))
-def test_the_unit_of_time_does_not_matter(
-    shape: tuple[int, int], limit: int, wire: Wire, seed: int, unit: float
-) -> None:
-    times = jittered(shape, seed)
-    scaled = {kind: unit * array for kind, array in times.items()}
-    slow = Wire(unit * wire.latency, wire.bandwidth / unit, unit * wire.overhead)
-    one = run(shape, in_flight=limit, **times, wires=wire, message_bytes=1.0)
-    other = run(shape, in_flight=limit, **scaled, wires=slow, message_bytes=1.0)
-    assert other.makespan == pytest.approx(unit * one.makespan, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_axosparse.pruning.masks import (
-    DISTANCES,
     MaskBits,
     MaskWindow,
     mask_distance,
 )
 from lightning_axosparse.support.files import CorruptFileError
-from tests.pruning.stages import make_parameters, on_stage
-from tests.ranks import run_ranks
+from tests.pruning.stages import make_parameters
 
 shapes = st.dictionaries(
     st.sampled_from(["a", "b.weight", "c.0.weight"]),
@@ -122,27 +120,6 @@ def test_independent_masks_are_one_apart_by_the_relative_distance_at_every_ratio
     assert mask_distance("relative", {}, {}, set()) == 0
     half = {"w": torch.where(torch.arange(1000) < 500, one["w"], other["w"])}
     assert mask_distance("relative", one, half, {"w"}) == pytest.approx(0.5, rel=0.02)
-
-
-def distances_of_a_stage():
-    import torch.distributed as dist
-
-    from lightning_axosparse.distributed.mpi.process_group import init_process_group
-
-    init_process_group("cpu")
-    one, other = random_masks(0, 0.3)
-    held, counted = on_stage(one, 3, dist.get_rank())
-    part = {name: other[name] for name in held}
-    found = [mask_distance(each, held, part, counted, dist.group.WORLD) for each in DISTANCES]
-    dist.destroy_process_group()
-    return found
-
-
-def test_stages_measure_the_distances_of_one_process():
-    one, other = random_masks(0, 0.3)
-    expected = [mask_distance(each, one, other, one.keys()) for each in DISTANCES]
-    assert all(0 < distance < 1.5 for distance in expected)
-    assert run_ranks(3, distances_of_a_stage) == [expected] * 3
 
 
 def series(seed, number):

@@ -194,31 +194,6 @@ def test_output_and_gradients(name):
         torch.testing.assert_close(parameter.grad, unpruned(parameter_name, gradient, masks))
 
 
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("name", ["lstm", "lstm_projected", "gru", "rnn"])
-def test_recurrent_layers_train_as_dense_ones_under_masks(name, large, monkeypatch):
-    monkeypatch.setattr(torch_functions, "MIN_ENTRIES", 0 if large else 2**18)
-    module, inputs, masks = build(name)
-    sparse, dense = sparse_and_dense(module.double(), masks)
-    inputs = inputs.detach().double()
-    losses = []
-    for one in (sparse, dense):
-        optimizer, found = torch.optim.AdamW(one.parameters(), lr=0.02), []
-        for _ in range(8):
-            optimizer.zero_grad()
-            loss = (one(inputs) - 0.3).square().sum()
-            loss.backward()
-            for parameter_name, parameter in one.named_parameters():
-                if one is dense and parameter_name in masks:
-                    parameter.grad.mul_(masks[parameter_name])
-            optimizer.step()
-            found.append(loss.item())
-        losses.append(found)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
-    assert losses[0][-1] < 0.9 * losses[0][0]
-    torch.testing.assert_close(sparse.state_dict(), dense.state_dict(), rtol=0, atol=1e-12)
-
-
 @layer_types
 def test_evaluation(name):
     module, inputs, masks = build(name)

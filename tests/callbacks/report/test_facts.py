@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_axosparse import CorruptFileError
-from lightning_axosparse.callbacks.report.facts import RunResult, quality
-from lightning_axosparse.distributed.grid import Grid
-from lightning_axosparse.strategy.regrid import Regridded
+from lightning_axosparse.callbacks.report.facts import RunResult
 from tests.callbacks.report.runs import make_work
 
 
@@ -54,21 +52,6 @@ def test_json_holds_what_follows_from_the_facts(facts, tmp_path):
     sparse = content["ranks"][1]["work"]["sparse"]
     assert sparse["seconds_per_step"]["compute"] == pytest.approx(0.06)
     assert sparse["state"]["optimizer"] == 16_000_000
-
-
-def test_a_run_that_diverged_has_no_finite_perplexity():
-    assert quality(800.0)["perplexity"] == math.inf
-    assert math.isnan(quality(math.nan)["perplexity"])
-    assert quality(1.0)["perplexity"] == pytest.approx(math.e)
-
-
-def test_json_has_the_regrid_and_its_bubbles(facts, tmp_path):
-    old = Grid(4, 4)
-    facts.regrid = Regridded(old, old.shortened(2), epoch=2, seconds=0.25, microbatches=16)
-    facts.save(tmp_path / "report.json")
-    saved = json.loads((tmp_path / "report.json").read_text())["regrid"]
-    assert (saved["old"]["g_inter"], saved["new"]["g_inter"]) == (4, 2)
-    assert saved["bubbles"] == pytest.approx([3 / 19, 1 / 9])
 
 
 def test_the_final_numbers_of_a_run(facts):

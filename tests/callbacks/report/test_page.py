@@ -5,12 +5,9 @@ from base64 import b64decode
 from dataclasses import replace
 from html import unescape
 
-import pytest
 import torch
-from matplotlib.figure import Figure
 
 from lightning_axosparse import Ticket
-from lightning_axosparse.callbacks.report.facts import TicketDraw
 from lightning_axosparse.callbacks.report.page import figure, html, pictures, plots, save_plots
 from lightning_axosparse.callbacks.report.tables import sections
 from lightning_axosparse.callbacks.timeline import RecordedStep
@@ -71,42 +68,8 @@ def lines(facts):
     return axes.lines
 
 
-def test_a_ticket_drawn_before_this_training_has_no_line(facts):
-    adopted = replace(facts, draw=TicketDraw(0.8, {"model.0.weight": 0.8}, 0.2), distances={})
-    assert [line.get_label() for line in lines(adopted)] == ["training", "validation"]
-
-
 def test_the_losses_can_be_read_back(facts):
     training, validation, ticket = lines(facts)
     assert training.get_xydata().tolist() == [[1, 4], [2, 3]]
     assert validation.get_xydata().tolist() == [[1, 2], [2, 1]]
     assert ticket.get_xdata() == [1, 1]
-
-
-@pytest.mark.parametrize("threshold", [0.1, 0.2, 0.25])
-def test_axes_begin_at_round_numbers_and_nothing_is_drawn_on_the_frame(facts, threshold):
-    distances = {100: 0.31, 200: 0.2, 300: 0.07}
-    drawn = TicketDraw(0.8, {}, 0.2, step=300)
-    longer = replace(facts, distances=distances, threshold=threshold, draw=drawn)
-    longer.steps[:], longer.validations[:] = [101, 300], []
-    for plot in plots(longer, []).values():
-        [axes] = plot.axes
-        left, right = axes.get_xlim()
-        bottom, top = axes.get_ylim()
-        assert left == 0
-        assert {bottom, top} <= set(axes.get_yticks())
-        for line in axes.lines:
-            for x, y in line.get_xydata():
-                assert x < right or line.get_linestyle() == ":"
-                assert bottom < y < top or line.get_linestyle() == "--"
-
-
-def test_words_are_text_in_svg_and_long_curves_are_simplified():
-    plot = Figure()
-    axes = plot.subplots()
-    axes.plot([value % 7 for value in range(100_000)])
-    axes.set_title("a <title>")
-    found = drawn(figure("a", plot))["a"]
-    assert "a &lt;title&gt;" in found
-    assert len(found) < 200_000
-    assert "<dc:date>" not in found

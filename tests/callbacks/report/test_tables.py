@@ -40,11 +40,6 @@ def test_memory_and_traffic_before_and_after(facts):
     ]
 
 
-def test_one_replica_all_reduces_nothing(facts):
-    facts.ranks[0].work["dense"].reduced_bytes = 0
-    assert rows(facts, "Memory")[1] == ("0", "0", "0", "all-reduced per step", "0", "2.00 MB")
-
-
 def test_the_limit_and_the_peaks_of_every_stage(facts):
     assert not any("in flight" in section.title for section in sections(facts))
     for rank in facts.ranks[:2]:
@@ -52,12 +47,6 @@ def test_the_limit_and_the_peaks_of_every_stage(facts):
         rank.work["sparse"] = replace(make_work(1), in_flight=4, peak_in_flight={rank.stage: 3})
     del facts.ranks[1].work["sparse"]
     assert rows(facts, "Most micro") == [("0", "0", "2 of 2", "3 of 4"), ("1", "1", "2 of 2", "")]
-
-
-def test_time_of_each_rank_and_period(facts):
-    times = rows(facts, "Where")
-    assert len(times) == 8
-    assert times[0] == ("0", "dense", "200.0", "120.0", "20.0", "0.0", "10.0", "10.0", "40.0")
 
 
 def test_ticket_and_sparsity(facts):
@@ -92,15 +81,6 @@ def test_a_run_without_a_ticket_has_no_section_on_it(facts):
     titles = [section.title for section in sections(dense)]
     assert titles == ["Quality", "Memory and traffic of each rank", "Where a step's time goes (ms)"]
     assert rows(dense, "Quality")[0][0] == "validation, at the end"
-
-
-def test_an_adopted_ticket_was_drawn_before(facts):
-    facts.draw = TicketDraw(0.8, {"model.0.weight": 0.8}, 0.2)
-    assert ("drawn", "before this training") in rows(facts, "Ticket")
-
-
-def test_a_search_that_never_drew(facts):
-    assert rows(replace(facts, draw=None), "Ticket")[-1] == ("drawn", "never")
 
 
 def test_terminal_shows_every_cell_on_80_columns(facts):

@@ -9,8 +9,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from lightning_axosparse.pipeline.shard import optimizers as stepping
 from lightning_axosparse.pipeline.shard.optimizers import (
     BucketwiseOptimizer,
     OptimizerShards,
-    bucketed,
 )
 from lightning_axosparse.strategy.validation import validate_steps_in_parts
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
@@ -143,18 +140,6 @@ def test_elementwise_optimizers_are_let_through(kind: str) -> None:
 def test_others_are_refused(configure: Configure, reason: str) -> None:
     with pytest.raises(MisconfigurationException, match=reason):
         validate_steps_in_parts(configure(parameters()), "shard_optimizer")
-
-
-@given(st.lists(st.integers(0, 12)), st.integers(1, 20))
-def test_buckets_are_full_and_in_order(sizes: list[int], limit: int) -> None:
-    weights = [nn.Parameter(torch.empty(size)) for size in sizes]
-    buckets = bucketed(weights, limit)
-    assert [id(p) for bucket in buckets for p in bucket] == [id(p) for p in weights]
-    totals = [sum(p.numel() for p in bucket) for bucket in buckets]
-    for bucket, total in zip(buckets, totals, strict=True):
-        assert total <= limit or len(bucket) == 1
-    for total, following in zip(totals, buckets[1:], strict=False):
-        assert total + following[0].numel() > limit
 
 
 def test_buckets_are_stepped_as_their_gradients_arrive() -> None:

@@ -21,7 +21,6 @@ from lightning_axosparse.pipeline.shard.sharded_module import (
     validate_values,
 )
 from lightning_axosparse.sparse.module.parameters import layouts
-from lightning_axosparse.support.deferred_init import DeferredInit
 from tests.parity.cases import Net, difference, fit, loader, recorded, trainer
 from tests.ranks import run_ranks
 
@@ -194,63 +193,8 @@ def test_it_stays_sharded_where_the_next_run_measures_it_or_begins_on_more_stage
     }
 
 
-def small(architecture: str) -> Any:
-    """A model of transformers, made by its configuration."""
-    import transformers
-
-    config = transformers.AutoConfig.for_model(
-        architecture,
-        num_hidden_layers=2,
-        hidden_size=16,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        vocab_size=50,
-        max_position_embeddings=32,
-    )
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
 def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_a_transformer_made_in_part_is_the_one_that_is_made_whole(architecture: str) -> None:
-    torch.manual_seed(1)
-    whole, drawn = small(architecture), torch.rand(1)
-    torch.manual_seed(1)
-    with DeferredInit() as deferred:
-        made = small(architecture)
-    deferred.make_except(last_layer(made).parameters())
-    assert torch.equal(torch.rand(1), drawn)
-    absent = {id(parameter) for parameter in last_layer(made).parameters()}
-    for (name, one), other in zip(tensors(whole).items(), tensors(made).values(), strict=True):
-        assert other.is_meta if id(other) in absent else torch.equal(one, other), name
-
-
-def last_layer(model: Any) -> nn.Module:
-    layers: Any = next(part for part in model.modules() if isinstance(part, nn.ModuleList))
-    return layers[-1]
-
-
-def test_a_transformer_is_mapped_from_its_folder(tmp_path: Path) -> None:
-    import transformers
-
-    saved = small("llama")
-    saved.save_pretrained(tmp_path)
-    deferred = DeferredInit()
-    with deferred:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    deferred.make_except([])
-    for (name, one), other in zip(tensors(saved).items(), tensors(loaded).values(), strict=True):
-        assert torch.equal(one, other), name
-    mapped = [
-        row for row in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in row
-    ]
-    ranges = [[int(end, 16) for end in row.split()[0].split("-")] for row in mapped]
-    weight = loaded.model.layers[1].mlp.up_proj.weight
-    assert any(start <= weight.data_ptr() < end for start, end in ranges)
 
 
 def net() -> nn.Sequential:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_axosparse import densify, sparsify
+from lightning_axosparse import sparsify
 from lightning_axosparse.sparse.module import sparse_module as module_module
 from lightning_axosparse.sparse.ops import convolution
 from tests.sparse.masking import random_masks, sparse_and_dense
@@ -184,14 +184,6 @@ def test_values_that_changed_since_the_forward_pass_are_noticed():
         layer._parameters["weight"].add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         output.sum().backward()
-
-
-def test_a_forward_that_was_kept_serves_the_layer_when_it_is_dense_again():
-    layer, inputs = nn.Conv2d(16, 24, 3), torch.randn(2, 16, 12, 12)
-    sparsify(layer, random_masks(layer, 0.2))
-    forward = layer.forward
-    densify(layer)
-    torch.testing.assert_close(forward(inputs), layer(inputs), rtol=0, atol=0)
 
 
 def test_a_conversion_loads_the_loops(monkeypatch):

@@ -92,17 +92,6 @@ def test_a_layer_outside_of_its_range_raises_torchs_error():
         layer(torch.tensor([ROWS]))
 
 
-def test_double_backward(pair):
-    values, layout, mask, dense = pair
-    tokens = torch.randint(ROWS, (9,))
-    for weight, leaf in ((read(values, layout), values), (dense, dense)):
-        (gradient,) = torch.autograd.grad(
-            F.embedding(tokens, weight).pow(3).sum(), leaf, create_graph=True
-        )
-        gradient.square().sum().backward()
-    torch.testing.assert_close(values.grad, dense.grad[mask])
-
-
 @pytest.mark.parametrize("settings", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
 def test_other_settings_use_the_dense_weight(pair, settings):
     values, layout, _, dense = pair
@@ -110,9 +99,3 @@ def test_other_settings_use_the_dense_weight(pair, settings):
     with torch.no_grad():
         weights = read(values.detach(), layout), dense.detach()
     torch.testing.assert_close(*[F.embedding(tokens, w, **settings) for w in weights])
-
-
-def test_an_index_out_of_range_raises_torchs_error(pair):
-    values, layout, _, _ = pair
-    with pytest.raises(IndexError, match="out of range"):
-        F.embedding(torch.tensor([ROWS]), read(values, layout))

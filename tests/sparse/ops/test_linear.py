@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from lightning_axosparse import densify, sparsify
@@ -142,22 +141,6 @@ def test_autocast_casts_no_more_than_for_a_dense_layer(dtype):
     for layer in sparse_and_dense_layer(nn.Linear(6, 10)):
         with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="same dtype"):
             layer(torch.ones(2, 6, dtype=dtype))
-
-
-def test_the_gradient_of_a_layer_can_be_differentiated():
-    module = nn.Linear(6, 10).double()
-    masks = random_masks(module)
-    results = []
-    for one in sparse_and_dense(module, masks):
-        inputs = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6).requires_grad_()
-        weight, bias = one._parameters["weight"], one.bias
-        loss = one(inputs).pow(3).sum()
-        first = list(torch.autograd.grad(loss, (weight, inputs, bias), create_graph=True))
-        first[0] = first[0] if weight.dim() == 1 else first[0][masks["weight"]]
-        sum(gradient.pow(2).sum() for gradient in first).backward()
-        of_weight = weight.grad if weight.dim() == 1 else weight.grad[masks["weight"]]
-        results.append((inputs.grad, bias.grad, of_weight))
-    torch.testing.assert_close(*results)
 
 
 ROWS, COLUMNS = 130, 96
@@ -355,36 +338,6 @@ def test_a_weight_used_twice_and_read_once():
 
 
 @never_dense
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant):
-    agree(
-        lambda x, w: checkpoint(F.linear, x, w, use_reentrant=use_reentrant),
-        torch.randn(5, COLUMNS),
-    )
-
-
-@in_panels
-def test_autocast_computes_in_its_dtype():
-
-    def cast(x, w):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = F.linear(x, w, torch.ones(ROWS))
-        assert output.dtype == torch.bfloat16
-        return output
-
-    agree(cast, torch.randn(5, COLUMNS))
-
-
-@in_panels
-@pytest.mark.parametrize("dtype", [torch.float64, torch.int64])
-def test_autocast_casts_no_more_than_for_a_dense_weight(dtype):
-    values, layout, _, dense = pair()
-    for weight in (read(values, layout), dense):
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="same dtype"):
-            F.linear(torch.ones(2, COLUMNS, dtype=dtype), weight)
-
-
-@never_dense
 def test_a_frozen_input_and_a_frozen_weight():
     values, layout, mask, dense = pair()
     inputs = torch.randn(4, COLUMNS)
@@ -420,16 +373,6 @@ def test_double_backward():
         unpruned = first[1] if leaf is values else first[1][mask]
         (first[0].square().sum() + unpruned.square().sum()).backward()
     torch.testing.assert_close(values.grad, dense.grad[mask], rtol=1e-12, atol=1e-9)
-
-
-@in_panels
-def test_saved_tensors_moved_to_cpu_come_back_dense():
-
-    def saved(x, w):
-        with torch.autograd.graph.save_on_cpu():
-            return F.linear(x, w)
-
-    agree(saved, torch.randn(3, COLUMNS))
 
 
 @in_panels

@@ -111,32 +111,6 @@ def test_the_gradient_of_several_uses_of_one_read(weight, values, dense, mask):
     torch.testing.assert_close(values.grad, dense.grad[mask])
 
 
-def test_a_sparse_embedding_gradient_is_compressed(weight, values, dense, mask):
-    tokens = torch.tensor([1, 3, 1])
-    for one in (weight, dense):
-        F.embedding(tokens, one, sparse=True).square().sum().backward()
-    assert dense.grad.is_sparse
-    assert torch.equal(values.grad, dense.grad.to_dense()[mask])
-
-
-def test_double_backward(weight, values, dense, mask):
-    inputs = torch.randn(3, 6)
-    for one, leaf in ((weight, values), (dense, dense)):
-        loss = F.linear(inputs, one).pow(3).sum()
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        (gradient if leaf is values else gradient[mask]).square().sum().backward()
-    torch.testing.assert_close(values.grad, dense.grad[mask])
-
-
-def test_torch_func_grad(values, dense, mask):
-    layout, inputs = layout_of(mask), torch.randn(3, 6)
-    gradient = torch.func.grad(lambda v: F.linear(inputs, sparse_weight(v, layout)).sum())(
-        values.detach()
-    )
-    F.linear(inputs, dense).sum().backward()
-    assert torch.equal(gradient, dense.grad[mask])
-
-
 def test_a_change_between_forward_and_backward_is_detected(weight, values):
     loss = F.linear(torch.randn(2, 6, requires_grad=True), weight).sum()
     with torch.no_grad():
@@ -154,18 +128,6 @@ def test_in_place_operators_write_the_kept_entries(weight, values, dense, mask):
     assert torch.equal(weight.dense()[mask], values)
     nn.init.constant_(weight, 7.0)
     assert (values == 7).all()
-
-
-def test_autocast_casts_the_values(values, weight, dense, mask):
-    inputs = torch.randn(3, 6)
-    results = []
-    for one in (weight, dense):
-        with torch.autocast("cpu", torch.bfloat16):
-            results.append(F.linear(inputs, one))
-        results[-1].float().sum().backward()
-    assert results[0].dtype == torch.bfloat16
-    assert torch.equal(*results)
-    assert torch.equal(values.grad, dense.grad[mask])
 
 
 def test_reading_without_gradient(mask):
