@@ -68,6 +68,9 @@ class RankStatus(ctypes.Structure):
         *((name, ctypes.c_char * size) for name, size in _BYTES.items()),
     )
 
+    _step = b"a batch"
+    """The batch of the last step, in words."""
+
     def begin_run(self) -> None:
         """Record that a call of the Trainer begins."""
         self.loop, self.where = b"", b"before its first batch"
@@ -81,14 +84,14 @@ class RankStatus(ctypes.Structure):
     def step(self, loop: str, epoch: int, batch: int) -> Iterator[None]:
         """Record that a step of a loop runs inside the context."""
         self.loop, self.epoch, self.batch = loop.encode(), epoch, batch
-        self.where = b"in %b, before its first micro-batch" % self._last_batch
+        self._step = b"%b batch %d of epoch %d" % (self.loop, batch, epoch)
+        self.where = b"in %b, before its first micro-batch" % self._step
         yield
-        self.where = b"after %b" % self._last_batch
+        self.where = b"after %b" % self._step
 
     def begin_pass(self, kind: str, microbatch: int) -> None:
         """Record that a forward or backward pass begins."""
-        where = self._last_batch, microbatch, kind.encode()
-        self.where = b"in %b, micro-batch %d, %b pass" % where
+        self.where = b"in %b, micro-batch %d, %b pass" % (self._step, microbatch, kind.encode())
 
     def end_loop(self, loop: str, epoch: int) -> int:
         """Record that a loop has ended; return the number of its batches."""
@@ -102,10 +105,6 @@ class RankStatus(ctypes.Structure):
             why = b", with trainer.should_stop set" if stops else b""
             over = self.loop, self.epoch, self.batch + 1, why
             self.where = b"%b of epoch %d over after %d batches%b" % over
-
-    @property
-    def _last_batch(self) -> bytes:
-        return b"%b batch %d of epoch %d" % (self.loop, self.batch, self.epoch)
 
     def begin_wait(self, awaited: str, bulk: bool = False) -> None:
         """Record that this rank waits for something, until :meth:`end_wait`."""

@@ -40,6 +40,7 @@ from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, PassKind, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
+    EMPTY,
     Batch,
     ProbingStep,
     StageStep,
@@ -158,7 +159,9 @@ class StageRun:
         self, microbatch: int, received: Message | None, activation: Activation
     ) -> None:
         """Send the activation of a forward pass, and hold the tensors for its backward pass."""
-        sent = sent_tensors(activation) if self._last else self._sent(activation)
+        sent: Sequence[Tensor] = ()
+        if activation is not EMPTY:
+            sent = sent_tensors(activation) if self._last else self._sent(activation)
         if self.schedule.held:
             self._held[microbatch] = received, sent
             self.peak_in_flight = max(self.peak_in_flight, len(self._held))

@@ -68,6 +68,9 @@ class Generators:
     __hash__ = None  # type: ignore[assignment]
 
 
+_FIRST_NUMBERS = random.Random(0).random(), np.random.RandomState(0).random_sample()
+
+
 class PipelineRNG:
     """Seeds the global generators (torch, NumPy, Python) for the runs of a batch.
 
@@ -76,9 +79,6 @@ class PipelineRNG:
         device: device of the stage, whose generator is used besides the CPU's.
         part: index of this replica among those whose loaders return the same batches, if there are
             several: their steps draw different numbers and do not change the generators.
-
-    Attributes:
-        uses_numpy: whether runs restore NumPy's generator, too.
     """
 
     def __init__(self, seed: int, device: torch.device, part: int | None = None) -> None:
@@ -89,7 +89,6 @@ class PipelineRNG:
         """The states before the batch."""
         self._after: Generators
         """The states to restore after the batch."""
-        self.uses_numpy = False
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -106,7 +105,16 @@ class PipelineRNG:
 
     def begin_run(self, is_whole: bool = False) -> None:
         """Begin a run of the step: restore the states from before the batch."""
-        self._begin.restore(self._device, numpy=is_whole or self.uses_numpy)
+        self._begin.restore(self._device, numpy=is_whole)
+
+    def watch(self) -> None:
+        """Begin to watch whether code draws from Python's or NumPy's generator."""
+        random.seed(0)  # To compare states would take a tenth of a millisecond.
+        np.random.seed(0)
+
+    def was_used(self) -> bool:
+        """Whether code has drawn from these generators since :meth:`watch`."""
+        return (random.random(), np.random.random_sample()) != _FIRST_NUMBERS
 
     def has_drawn(self) -> bool:
         """Whether torch's generators have drawn since the run began."""

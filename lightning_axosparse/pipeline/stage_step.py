@@ -41,7 +41,9 @@ from lightning_axosparse.pipeline.stage_forward import (
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
-NOTHING = Message(Activation(), ())
+EMPTY = Activation()
+NOTHING = Message(EMPTY, ())
+"""The message of a stage that sends nothing."""
 
 Again: TypeAlias = Literal["", "draws", "reads", "has other effects", "calls others"]
 """Why a batch has to run again: the step draws random numbers outside the layers, and micro-batches

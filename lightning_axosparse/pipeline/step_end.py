@@ -27,6 +27,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import Mode, PipelinedLayers, Visit
 from lightning_axosparse.pipeline.stage_step import (
+    EMPTY,
     NOTHING,
     Again,
     Batch,
@@ -152,7 +153,7 @@ class WholeStageStep(TrainingStageStep, WholeStep):
         """Run the user's step on the batch."""
         with self._limit.measured(self.stage, ()):
             self.output = self.run()
-        return Activation()
+        return EMPTY
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         return Gradients((), 1.0)

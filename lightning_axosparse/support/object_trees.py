@@ -74,23 +74,19 @@ class _Taking(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        return _reduced_frozen(value)
-
-
-def _reduced_frozen(value: Any) -> Any:
-    """Pickle an object whose class allows no assignment, or has its own way of it, without any."""
-    kind: Any = type(value)
-    has_own_way = (
-        isinstance(value, type)
-        or kind in copyreg.dispatch_table
-        or hasattr(kind, "__setstate__")
-        or kind.__reduce_ex__ is not object.__reduce_ex__
-        or kind.__reduce__ is not object.__reduce__
-    )
-    if kind.__setattr__ is object.__setattr__ or has_own_way:
-        return NotImplemented
-    made, arguments, state, *entries = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return made, arguments, state, *entries, _set_state
+        """Pickle an object whose class allows no assignment, or has its own way of it, without."""
+        kind: Any = type(value)
+        has_own_way = (
+            isinstance(value, type)
+            or kind in copyreg.dispatch_table
+            or hasattr(kind, "__setstate__")
+            or kind.__reduce_ex__ is not object.__reduce_ex__
+            or kind.__reduce__ is not object.__reduce__
+        )
+        if kind.__setattr__ is object.__setattr__ or has_own_way:
+            return NotImplemented
+        made, arguments, state, *entries = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return made, arguments, state, *entries, _set_state
 
 
 def _set_state(made: Any, state: Any) -> None:
@@ -110,7 +106,7 @@ def _taking_by_value() -> Any:
         persistent_id = _Taking.persistent_id
 
         def reducer_override(self, value: Any) -> Any:
-            reduced = _reduced_frozen(value)
+            reduced = _Taking.reducer_override(self, value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     return TakingByValue

@@ -30,7 +30,7 @@ from lightning_axosparse import (
     save_safetensors,
 )
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.checkpoint.safetensors import decoded, decoded_mask, encoded
+from lightning_axosparse.checkpoint.safetensors import decode, decode_mask, encode
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.files import stored_shape
 from tests.parity.cases import Net, loader, trainer
@@ -121,7 +121,7 @@ def test_a_small_record_does_not_become_a_large_one(part: str) -> None:
     bomb = bytes_of(zlib.compress(bytes(1 << 27), 9))
     tracemalloc.start()
     with pytest.raises(CorruptFileError, match="more or less than its shape"):
-        decoded_mask(bomb, EYE.shape) if part == "index" else decoded(bomb, EYE, torch.float32)
+        decode_mask(bomb, EYE.shape) if part == "index" else decode(bomb, EYE, torch.float32)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
@@ -138,13 +138,13 @@ def test_a_small_record_does_not_become_a_large_one(part: str) -> None:
 )
 def test_positions_that_do_not_fit(index: torch.Tensor, message: str) -> None:
     with pytest.raises(CorruptFileError, match=message):
-        decoded_mask(index, EYE.shape)
+        decode_mask(index, EYE.shape)
 
 
 def test_values_that_do_not_fit() -> None:
-    _, values = encoded(torch.ones(7), EYE)
+    _, values = encode(torch.ones(7), EYE)
     with pytest.raises(CorruptFileError, match="fewer values than positions"):
-        decoded(values, EYE, torch.float32)
+        decode(values, EYE, torch.float32)
 
 
 def test_a_mask_has_one_bit_an_entry(originals: dict[str, Any]) -> None:

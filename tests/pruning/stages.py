@@ -18,3 +18,11 @@ def make_parameters(seed: int, dtype: torch.dtype, ties: bool) -> dict[str, Tens
         tensor = torch.randn(rows, columns, generator=generator)
         parameters[name] = (tensor.mul(2).round() if ties else tensor).to(dtype)
     return parameters
+
+
+def on_stage(parameters: dict[str, Tensor], stages: int, stage: int):
+    """Return the parameters of ``stage`` and the names it counts; stage 0 counts shared ones."""
+    layers = [name for name in parameters if name != SHARED]
+    own = set(layers[stage::stages])
+    held = {name: p for name, p in parameters.items() if name in own or name == SHARED}
+    return held, own | ({SHARED} if stage == 0 else set())

@@ -24,6 +24,7 @@ from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_forward import Visit
 from lightning_axosparse.pipeline.stage_step import (
+    EMPTY,
     NOTHING,
     Again,
     Batch,
@@ -160,13 +161,15 @@ class PartedStageStep(TrainingStageStep):
             if received is not None and received.content.has_failed:
                 raise FirstRead
             visit = self._visits[microbatch] = self._visit(microbatch, received or NOTHING)
-            visit.ends_behind_layers, visit.behind_layers = False, tracked.track_output
+            visit.ends_behind_layers, visit.behind_layers = False, self._behind_layers
             visit.behind_layer = tracked.track_layer
             visit.sent = visit.sent if self._keeps else None
             measured = self._limit.measured(self.stage, visit.tensors)
             with self._log.of_part(self._tracker.note_of), measured:
                 output = self._run_step(visit, part, [self._tracker])
             tracked.add(output, part)
+            if self._rng.was_used():
+                tracked.weights.fail("it draws numbers from Python's or NumPy's generator")
             self.returns_mapping = isinstance(output, Mapping)
             if self._log.part_has_other_effects(output) and not self._keeps:
                 self.again = "has other effects"
@@ -175,16 +178,21 @@ class PartedStageStep(TrainingStageStep):
             self.again = "reads"
         if visit is not None and visit.sent_here is not None:
             self.activations.append(relink(visit.sent_here)[1].content)
-        return Activation()
+        return EMPTY
+
+    def _behind_layers(self, output: Any) -> None:
+        self.tracked.track_output(output)
+        self._rng.watch()
 
     def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
         self.tracked.begin_run(batch_part, part, visit.received)
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         is_last = microbatch == self._count - 1
-        if is_last and not (self.again or self.problem):
-            self.again = self._why_again()
-        if self.again or self.problem:
+        problem = self.again or self.problem
+        if is_last and not problem:
+            problem = self.again = self._why_again()
+        if problem:
             return Gradients((), None)
         return Gradients((), self.tracked.weights.factor() if is_last else 1.0)
 

@@ -37,6 +37,8 @@ class LossWeights:
     def __init__(self, sizes: Sequence[int], may_guess: bool = False) -> None:
         self._sizes, self._may_guess = sizes, may_guess
         self._denominators: list[float] = []
+        self._reference: int | None = None
+        """The index of the first micro-batch whose denominator is not zero."""
         self._per_sample: set[float] = set()
         """The denominators of the first micro-batch, divided by its samples."""
         self.problem, self.is_sum = "", False
@@ -59,16 +61,14 @@ class LossWeights:
         if len(denominators) > 1 and self._per_sample != per_sample:
             self.fail("it is a sum of means over different numbers of samples or tokens")
         # Several denominators are proportional to the samples.
-        self._denominators.append(next(iter(denominators)) if len(denominators) == 1 else size)
+        denominator = next(iter(denominators)) if len(denominators) == 1 else size
+        if self._reference is None and denominator:
+            self._reference = len(self._denominators)
+        self._denominators.append(denominator)
 
     def fail(self, problem: str) -> None:
         """Record why the loss of the batch does not follow from those of micro-batches."""
         self.problem = self.problem or ("" if self._may_guess else problem)
-
-    @property
-    def _reference(self) -> int | None:
-        """The index of the first micro-batch whose denominator is not zero."""
-        return next((n for n, each in enumerate(self._denominators) if each), None)
 
     def weight(self, index: int) -> float:
         """Return the provisional weight of a micro-batch whose loss was added.
