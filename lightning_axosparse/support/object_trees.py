@@ -78,7 +78,7 @@ class _Taking(pickle.Pickler):
         kind: Any = type(value)
         has_own_way = (
             isinstance(value, type)
-            or kind in copyreg.dispatch_table
+            or kind in getattr(self, "dispatch_table", copyreg.dispatch_table)
             or hasattr(kind, "__setstate__")
             or kind.__reduce_ex__ is not object.__reduce_ex__
             or kind.__reduce__ is not object.__reduce__

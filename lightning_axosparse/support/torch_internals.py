@@ -169,6 +169,11 @@ def argument(
     return None
 
 
+def is_mutable(operator: Any) -> bool:
+    """Return whether ``operator`` changes an argument in place."""
+    return bool(operator._schema.is_mutable)
+
+
 def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the leaves of the arguments that ``operator`` changes in place."""
     schema = operator._schema

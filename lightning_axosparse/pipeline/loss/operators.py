@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lightning_axosparse.support.torch_internals import (
     argument,
+    is_mutable,
     is_pointwise,
     is_random,
     is_view,
@@ -290,7 +291,7 @@ def operator_of(function: Any) -> Operator:
     default = _view if is_view(function) else Call.rows if is_pointwise(function) else _unknown
     rule = _unknown if draws else _RULE_OF.get(name, default)
     spreads = is_pointwise(function) or rule in (_view, _linear)
-    return Operator(function, name, rule, draws, function._schema.is_mutable, spreads)
+    return Operator(function, name, rule, draws, is_mutable(function), spreads)
 
 
 def output_note(call: Call) -> Note:
