@@ -53,8 +53,8 @@ def compared(imports: str) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("imports", "has"),
     [
-        (OURS, "lightning.pytorch"),
-        (f"import lightning; {OURS}", "lightning.pytorch"),
+        pytest.param(OURS, "lightning.pytorch", marks=pytest.mark.slow),
+        pytest.param(f"import lightning; {OURS}", "lightning.pytorch", marks=pytest.mark.slow),
         (f"import pytorch_lightning; {OURS}", "pytorch_lightning"),
     ],
 )
@@ -135,7 +135,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("imports", [OURS, "import pytorch_lightning"])
+@pytest.mark.parametrize(
+    "imports", [pytest.param(OURS, marks=pytest.mark.slow), "import pytorch_lightning"]
+)
 def test_modules_and_trainers_of_the_other_name_train_on_ranks(
     imports: str, tmp_path: Path
 ) -> None:
