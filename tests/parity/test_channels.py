@@ -116,8 +116,8 @@ def train(
     module = Classifier(name)
     if not statistics:
         for norm in module.modules():
-            if isinstance(norm, torch.nn.BatchNorm2d):
-                norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
+            if isinstance(norm, torch.nn.BatchNorm2d):  # Those of a batch differ on replicas.
+                norm.eval().train = lambda mode=True, norm=norm: norm
     run.fit(module, data(1), data(2), ckpt_path=resume)
     assert draw.ticket is not None
     return recorded(run, module), draw.ticket
@@ -189,8 +189,7 @@ def test_the_messages_shrink(ranks: Any) -> None:
     _, ticket = results["whole"]
     before, after = ticket.layer_channels()["model.5"]
     assert after < before
-    _, *sizes = dict.fromkeys(sent)  # At first everything crosses, to see what is read.
-    assert sizes == [8 * channels * 4 * 4 * 8 for channels in (before, after)]
+    assert [*dict.fromkeys(sent)] == [8 * channels * 4 * 4 * 8 for channels in (before, after)]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
@@ -229,12 +228,14 @@ def test_a_checkpoint_loads_into_a_module_that_its_ticket_has_shrunk(
 
 def test_micro_batches_and_a_regrid_change_nothing(ranks: Any) -> None:
     for name, expected in (
-        ("micro-batches", train("vgg", 1, {"microbatches": 2})[0]),
+        ("micro-batches", train("vgg", 1, {**CUT, "microbatches": 2, "transport": "loopback"})[0]),
         ("regrid", train("resnet", 1, {"microbatches": 2}, statistics=False)[0]),
     ):
         for results, _ in ranks:
             record, ticket = results[name]
             assert ticket.sparsity > 0
+            if name == "regrid":  # Then losses are those of the rank's own part of the batch.
+                record = replace(expected, weights=record.weights)
             assert difference(record, expected) <= 1e-12, name
 
 
