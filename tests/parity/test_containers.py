@@ -52,7 +52,8 @@ class Normed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.layers = nn.BatchNorm2d(3), nn.Sequential(block(3, 8), block(8, 8))
+        self.norm = nn.BatchNorm2d(3)
+        self.layers = nn.Sequential(block(3, 8), block(8, 8), block(8, 8))
         self.fc = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -229,8 +229,8 @@ class ModuleState:
     """A copy of all values on a module that a step may change.
 
     The states of torchmetrics objects (see ``strategy.compat.metrics``) and tensors without values
-    are not captured. Attributes of torch and Lightning themselves, and the running statistics of
-    BatchNorms, are restored, but are not listed as changes.
+    are not captured. Attributes of torch and Lightning themselves are restored,
+    but are not listed as changes.
 
     Args:
         module: the user's module.
@@ -309,7 +309,7 @@ class ModuleState:
                 path = AttributePath(each.path, name)
                 if path in changes and changes[path][0] == "extended":  # Its items changed, too.
                     changes[path] = "changed", attribute_value(each.owner, name)
-                elif not (isinstance(each.owner, Norm) and name in each.owner._buffers):
+                else:
                     changes.setdefault(path, (how, value))
         return changes
 

@@ -295,6 +295,7 @@ class Comparison:
                 stack.callback(setattr, part, "training", True)
             stages = self._stage_module.stages
             self._states = {stage: self._run.state_of_layers([stage]) for stage in stages}
+            self._run.effects.begin_batch()  # Runs are to return to these modes.
             yield
 
 
