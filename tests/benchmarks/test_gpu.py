@@ -19,12 +19,12 @@ def cells(text):
 
 def test_steps_of_a_small_model(monkeypatch, capsys):
     rows = table(step.main, monkeypatch, capsys, "--trials", "1")
-    one_model = [("0%", ""), ("80%", "sparse"), ("80%", "samo"), ("90%", "sparse"), ("90%", "samo")]
+    one_model = [("0%", ""), ("80%", "auto"), ("80%", "samo"), ("90%", "auto"), ("90%", "samo")]
     assert [(row[2], row[3]) for row in rows] == 2 * one_model
     state = {(row[2], row[3]): float(row[7]) for row in rows}
     assert state["0%", ""] == 1
-    assert state["90%", "sparse"] > state["80%", "sparse"] > 3
-    assert state["80%", "sparse"] > state["80%", "samo"] > 1
+    assert state["90%", "auto"] > state["80%", "auto"] > 3
+    assert state["80%", "auto"] > state["80%", "samo"] > 1
 
 
 def test_kernels_of_a_small_weight(monkeypatch, capsys):
