@@ -39,7 +39,8 @@ def run(devices: int, **options: object) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        strategy=AxoSparseStrategy(g_inter=2, **options),
+        # Numbers of layers, as otherwise measured times may call for advice on the partition.
+        strategy=AxoSparseStrategy(g_inter=2, balance=[3, 3], **options),
         callbacks=[GradualPruning(0.8)],
     )
     model = GPT(width=32, depth=4, heads=2, context=32)
