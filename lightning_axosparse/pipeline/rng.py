@@ -68,9 +68,6 @@ class Generators:
     __hash__ = None  # type: ignore[assignment]
 
 
-_FIRST_NUMBERS = random.Random(0).random(), np.random.RandomState(0).random_sample()
-
-
 class PipelineRNG:
     """Seeds the global generators (torch, NumPy, Python) for the runs of a batch.
 
@@ -108,13 +105,18 @@ class PipelineRNG:
         self._begin.restore(self._device, numpy=is_whole)
 
     def watch(self) -> None:
-        """Begin to watch whether code draws from Python's or NumPy's generator."""
-        random.seed(0)  # To compare states would take a tenth of a millisecond.
-        np.random.seed(0)
+        """Begin to watch whether code draws from Python's or NumPy's generator.
+
+        All micro-batches of a batch draw the same, as one process draws once for the batch.
+        """
+        random.seed(self._batch)  # To compare states would take a tenth of a millisecond.
+        np.random.seed(self._batch % 2**32)
 
     def was_used(self) -> bool:
         """Whether code has drawn from these generators since :meth:`watch`."""
-        return (random.random(), np.random.random_sample()) != _FIRST_NUMBERS
+        numbers = random.random(), np.random.random_sample()
+        self.watch()
+        return numbers != (random.random(), np.random.random_sample())
 
     def has_drawn(self) -> bool:
         """Whether torch's generators have drawn since the run began."""

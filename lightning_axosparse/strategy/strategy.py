@@ -152,7 +152,7 @@ class AxoSparseStrategy(PipelineStrategy):
     @property
     def reduced_bytes(self) -> int:
         """Bytes of gradients that this rank all-reduced in its last step."""
-        reducer = self._state.run.stage_module.reducer
+        reducer = self._state.run.stage_module.shared.reducer
         return 0 if reducer is None else reducer.reduced_bytes
 
     @property

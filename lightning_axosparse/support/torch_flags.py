@@ -5,6 +5,7 @@ Numbers of threads are not among them: each rank has its own share of the cores.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from operator import attrgetter
 from typing import Any
@@ -61,10 +62,10 @@ _ATTRIBUTES = (
 )
 
 
-def flags() -> dict[str, Any]:
-    """The flags of this process, by name."""
+def flags(names: Iterable[str] = (*_SETTERS, *_ATTRIBUTES)) -> dict[str, Any]:
+    """The flags of this process that have these names."""
     found = {}
-    for name in (*_SETTERS, *_ATTRIBUTES):
+    for name in names:
         with suppress(AttributeError, RuntimeError):  # Not in this torch, or set in another way.
             found[name] = _flag(name)
     return found
@@ -73,7 +74,7 @@ def flags() -> dict[str, Any]:
 def set_flags(values: dict[str, Any]) -> None:
     """Set the flags that have other values here."""
     for name, value in values.items():
-        if value == flags().get(name):
+        if value == flags([name]).get(name):
             continue
         if name in _SETTERS:
             attrgetter(_SETTERS[name])(torch)(value)

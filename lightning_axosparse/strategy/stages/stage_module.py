@@ -12,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.gradient_reducer import DividedGradient, GradientReducer
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
@@ -238,14 +238,9 @@ class StageModule:
             parameter.grad = gradient if gradient is None else gradient.to(self.device)
             yield name, parameter
 
-    @property
-    def reducer(self) -> GradientReducer | None:
-        """What sums gradients; None in a job of one rank."""
-        return self.shared.reducer
-
     def validate_replicated_gradients(self, tolerance: float) -> None:
         """Once a run, compare gradients that a tensor group should have alike; collective."""
-        if self.tensors is not None and self.shared.step_reducer is self.reducer:
+        if self.tensors is not None and self.shared.step_reducer is self.shared.reducer:
             alike = {
                 n: p for n, p in self.sharding.held().items() if n not in self.parts.parameters
             }
