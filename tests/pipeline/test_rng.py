@@ -124,6 +124,17 @@ def test_it_is_seen_whether_code_draws_by_python_or_numpy(draws: Callable[[], fl
         assert rng.was_used()
 
 
+def test_code_that_is_watched_draws_alike_in_a_batch_and_otherwise_in_the_next() -> None:
+    rng, drawn = pipeline_rng(), []
+    for _ in range(2):
+        with rng.batch():
+            for _ in range(2):  # micro-batches
+                rng.watch()
+                drawn.append((random.random(), np.random.rand()))
+                assert rng.was_used()
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+
+
 def test_replicas_with_the_same_loader_draw_different_numbers_and_leave_the_generators() -> None:
     before, drawn = state(), set()
     for part in range(3):
