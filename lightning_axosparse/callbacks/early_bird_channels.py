@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -38,7 +38,6 @@ from lightning_axosparse.support.arguments import (
     checked,
     instance_of,
 )
-from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -146,7 +145,7 @@ class EarlyBirdChannels(TicketCallback):
         if self.ticket is not None:
             strategy_of(trainer).shrink(self.ticket)
         elif self._channels is not None:
-            note(str(self._channels))
+            rank_zero_debug(str(self._channels))
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.profile import activation_bytes
-from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -130,7 +130,7 @@ class MemoryInFlightLimit(InFlightLimit):
         capacities = self._gather(Capacity(max(fitting, self._least), self.saved_bytes, free))
         tightest = min(capacities)
         self.value, self._chosen = tightest.micro_batches, True
-        note(
+        rank_zero_debug(
             f"At most {self.value} micro-batches in flight: rank {capacities.index(tightest)} uses "
             f"{tightest.saved_bytes / 1e6:,.1f} MB per micro-batch; {tightest.free / 1e9:,.1f} GB "
             "free."

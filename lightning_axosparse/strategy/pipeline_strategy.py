@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -55,7 +55,6 @@ from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.memory import free_bytes
-from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
@@ -208,7 +207,7 @@ class PipelineStrategy(MPIStrategy):
         grid = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
         layers = f"{partition}; " if stages > 1 else ""
         free = free_bytes(self.root_device, self.ranks_on_device) / 1e9
-        say = rank_zero_info if trainer.state.fn == TrainerFn.FITTING else note
+        say = rank_zero_info if trainer.state.fn == TrainerFn.FITTING else rank_zero_debug
         say(f"{grid}: {layers}{free:,.1f} GB of memory free.")
 
     def _choose_products(self) -> None:
@@ -216,7 +215,7 @@ class PipelineStrategy(MPIStrategy):
         shapes = (parameter.shape for parameter in owned_parameters(self._module))
         faster = self.root_device.type == "cpu" and onednn_is_faster(shapes)
         if self.reduce_boolean_decision(faster):
-            note(
+            rank_zero_debug(
                 "Large float32 products of matrices run by oneDNN, which takes less time than MKL "
                 "on this processor. With torch.backends.mkldnn.enabled = False they run by MKL."
             )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from time import time
 from typing import Literal, NamedTuple
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,7 +26,6 @@ from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
 from lightning_axosparse.support.memory import release_freed_memory
-from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.torch_internals import tensors_in
 from lightning_axosparse.support.troubleshooting import see
 
@@ -98,7 +97,7 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
         )
         if need <= available or stages == now:
             break
-    note(
+    rank_zero_debug(
         f"regrid='auto' takes {stages} of {now} stages: a rank needs {need / 1e6:,.1f} MB of the "
         f"{available / 1e6:,.1f} MB there are."
     )

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 from mpi4py import MPI
 from torch import Tensor
 
@@ -37,7 +38,6 @@ from lightning_axosparse.distributed.mpi.shared_memory import (
 )
 from lightning_axosparse.distributed.mpi.work import raw
 from lightning_axosparse.distributed.rank_status import BackOff, blocked, this_rank
-from lightning_axosparse.support.notes import note
 
 _ENVELOPE_BYTES = 4096
 _INLINE_BYTES = 2048
@@ -410,7 +410,7 @@ def connect(stages: int, replica: int, stage: int) -> Connection:
             thread.start()
         found = world.allgather((shared.get(stage + 1), all(progresses)))
     pairs = [shares for shares, _ in found if shares is not None]
-    note(describe_connections(pairs, all(ok for _, ok in found), threads_allowed))
+    rank_zero_debug(describe_connections(pairs, all(ok for _, ok in found), threads_allowed))
     return Connection(comm, shared, thread)
 
 

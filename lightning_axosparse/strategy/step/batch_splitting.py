@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
 from torch import Tensor
 
 from lightning_axosparse.distributed.grid import Grid
@@ -34,7 +34,6 @@ from lightning_axosparse.pipeline.microbatch import (
 )
 from lightning_axosparse.strategy.compat import loaders
 from lightning_axosparse.support.arguments import shown
-from lightning_axosparse.support.notes import note
 from lightning_axosparse.support.troubleshooting import see
 
 SplitBatch = Callable[[Any, int], "list[Any]"]
@@ -226,7 +225,7 @@ class _LoaderBatches:
         if self._logged:
             return
         self._logged = True
-        note(f"Micro-batches of {self.name} batches: {layout}.")
+        rank_zero_debug(f"Micro-batches of {self.name} batches: {layout}.")
         names = ", ".join(path_text(path) for path in layout.objects)
         if layout.objects and not layout.dims:
             kind = f"a {type(batch).__module__}.{type(batch).__name__}"
