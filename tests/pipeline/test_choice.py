@@ -57,7 +57,7 @@ def test_all_stages_of_a_process_share_its_memory() -> None:
 
 def test_the_rank_with_the_least_room_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[str] = []
-    monkeypatch.setattr(limits, "note", logged.append)
+    monkeypatch.setattr(limits, "rank_zero_debug", logged.append)
     made = limit(99 * KEPT, [limits.Capacity(5, 2_000_000, 10_000_000)])
     assert [batch(made) for _ in range(3)] == [4, 5, 5]
     assert logged == [

@@ -80,7 +80,7 @@ def made(*batches: Any) -> DataLoader:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(batch_splitting, "note", lines.append)
+    monkeypatch.setattr(batch_splitting, "rank_zero_debug", lines.append)
     return lines
 
 
