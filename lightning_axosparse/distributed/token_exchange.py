@@ -88,7 +88,9 @@ class TokenExchange:
         counts = torch.nn.functional.pad(counts, (0, 1), value=len(numbers))
         told = torch.empty_like(counts)
         dist.all_to_all_single(told, counts, group=self._group)
-        own, total = told[:, :-1], told[:, -1].sum()
+        own = told[:, :-1]
+        if not told[:, -1].any():  # as on one process, where a forward of no tokens has no graph
+            return compute(tokens, chosen.reshape(-1), weights.reshape(-1), False)
         sent, received = counts[:, :-1].sum(1).tolist(), own.sum(1).tolist()
         there = partial(self.exchange, sent=sent, received=received)
         back = partial(self.exchange, sent=received, received=sent)
@@ -96,7 +98,7 @@ class TokenExchange:
         leaving = tokens.index_select(0, sources), weights.reshape(-1)[order]
         rows, row_weights = _exchanged(there, back, anchor, *leaving)
         each = torch.arange(len(self.own), device=chosen.device).repeat(ranks)
-        result = compute(rows, each.repeat_interleave(own.reshape(-1)), row_weights, bool(total))
+        result = compute(rows, each.repeat_interleave(own.reshape(-1)), row_weights, True)
         # Where no row is computed its dtype is that of the tokens: so is that of the others.
         result = result.to(rows.dtype)
         # The rows are its anchor: it depends on them, whether or not an expert has computed them.

@@ -1,10 +1,10 @@
 """Spreads the experts of a mixture over the ranks of a group, and sends them their tokens.
 
-What is spread are modules whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
-``top_k_weights``, as those of transformers from version 5. Their experts lie along the first
-dimension of each of their parameters, or are the modules of an ``nn.ModuleList``. Each rank keeps
-some of them, calls the module's own ``forward`` with the tokens of these, from all ranks, and sends
-the results back.
+Modules are spread whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
+``top_k_weights``, as those of transformers from version 5 (GPT-OSS has other names). Their experts
+lie along the first dimension of each of their parameters, or are the modules of an
+``nn.ModuleList``. Each rank keeps some of them, calls the module's own ``forward`` with the tokens
+of these, from all ranks, and sends the results back.
 
 What PEFT adds to parameters of such a module (``LoraConfig(target_parameters=...)``) is a module
 around it, which has the same ``forward``. Each rank keeps the adapters of its experts, too.
@@ -32,6 +32,7 @@ from lightning_axosparse.support.torch_internals import hooked
 from lightning_axosparse.support.troubleshooting import see
 
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+_OF_GPT_OSS = ["hidden_states", "router_indices", "routing_weights"]
 
 
 @dataclass(frozen=True)
@@ -98,15 +99,15 @@ class ExpertLayer:
         self,
         exchange: TokenExchange,
         own: Forward,
-        hidden_states: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
+        *arguments: Tensor,
+        **named: Tensor,
     ) -> Tensor:
         """Compute tokens by the experts of all ranks, in place of the module's ``own`` forward."""
-        tokens, chosen = hidden_states.flatten(0, -2), top_k_index.flatten(0, -2)
-        compute = partial(self._compute, exchange.own, own)
-        result = exchange(tokens, chosen, top_k_weights.flatten(0, -2), compute)
-        return result.view_as(hidden_states)
+        order = _ARGUMENTS if "top_k_index" in named or "top_k_weights" in named else _OF_GPT_OSS
+        arguments += tuple(named[name] for name in order if name in named)
+        tokens, chosen, weights = (each.flatten(0, -2) for each in arguments)
+        result = exchange(tokens, chosen, weights, partial(self._compute, exchange.own, own))
+        return result.view_as(arguments[0])
 
     def _compute(
         self,
@@ -122,9 +123,9 @@ class ExpertLayer:
             # The list has all experts, of which those of other ranks get no token.
             numbers = numbers + experts.start
             return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
-        if not len(rows):
+        if any_tokens and not len(rows):
             # Of a parameter whose other experts have tokens the gradient is zero, and not None.
-            trained = [p for p in self.module.parameters() if p.requires_grad and any_tokens]
+            trained = [p for p in self.module.parameters() if p.requires_grad]
             return rows + sum(p[:0].sum() for p in trained)
         with ExitStack() as fewer:
             for owner, name in self.counts:
@@ -182,7 +183,7 @@ def _layer(path: str, module: nn.Module) -> ExpertLayer:
     layer = ExpertLayer(path, module, lists[0] if lists else None)
     arguments = list(signature(layer.nested[-1].forward).parameters)
     reason = None
-    if arguments != _ARGUMENTS:
+    if arguments not in (_ARGUMENTS, _OF_GPT_OSS):
         reason = f"its `forward` takes {', '.join(arguments) or 'nothing'}"
     elif layer.experts == 0:
         reason = "it has neither parameters of its own nor an nn.ModuleList of experts"

@@ -66,7 +66,7 @@ def on_rank() -> dict[str, Any]:
 
         def compute(rows: Tensor, numbers: Tensor, weights: Tensor, some: bool, own=own) -> Tensor:
             any_tokens.append(some)  # noqa: B023
-            return computed(rows, numbers, weights, own) if len(rows) else rows
+            return computed(rows, numbers, weights, own) if len(rows) or not some else rows
 
         tokens, chosen, weights = drawn(row, rank)
         result = exchange(tokens, chosen, weights, compute)
@@ -78,7 +78,7 @@ def on_rank() -> dict[str, Any]:
         result = exchange(tokens.detach(), chosen, weights.detach(), compute)
         if rank == 0:
             exchange_nothing([None, result])
-        else:
+        elif result.requires_grad:
             result.square().sum().backward()
         found[row] = result.detach(), gradients, any_tokens, sent, own.grad
     return found

@@ -115,8 +115,10 @@ def samples(padded: bool = True) -> list[dict[str, Tensor]]:
     return [{"ids": i, "mask": m, "labels": y} for i, m, y in rows]
 
 
-def train(module: L.LightningModule, strategy: Any, ranks: int = 1) -> Record:
-    run = trainer(strategy, ranks, precision="64-true", max_epochs=1)
+def train(
+    module: L.LightningModule, strategy: Any, ranks: int = 1, precision: Any = "64-true"
+) -> Record:
+    run = trainer(strategy, ranks, precision=precision, max_epochs=1)
     batches = samples()
     validation = DataLoader(batches[:BATCH], batch_size=BATCH)
     run.fit(module, DataLoader(batches, batch_size=BATCH), validation)
@@ -204,30 +206,31 @@ SIZES = {
     "output_router_logits": True,
     "router_aux_loss_coef": 0.1,
     "num_experts_per_tok": 2,
-    "experts_implementation": "eager",
 }
 NARROW = {**SIZES, "num_experts": 4, "moe_intermediate_size": 16}
+EAGER = {"experts_implementation": "eager"}
+"""transformers' default is torch's ``grouped_mm``, which takes no float64."""
 
 
-def mixtral() -> nn.Module:
-    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))
+def mixtral(**how: Any) -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, **how))
 
 
-def qwen2() -> nn.Module:
-    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**NARROW, shared_expert_intermediate_size=16))
+def qwen2(**how: Any) -> nn.Module:
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**NARROW, shared_expert_intermediate_size=16, **how))
 
 
-def qwen3() -> nn.Module:
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**NARROW))
+def qwen3(**how: Any) -> nn.Module:
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**NARROW, **how))
 
 
-def olmoe() -> nn.Module:
-    return OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=4))
+def olmoe(**how: Any) -> nn.Module:
+    return OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=4, **how))
 
 
-def gpt_oss() -> nn.Module:
+def gpt_oss(**how: Any) -> nn.Module:
     kinds = ["full_attention", "sliding_attention"] * (LAYERS // 2)
-    return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, layer_types=kinds))
+    return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, layer_types=kinds, **how))
 
 
 FAMILIES = {"mixtral": mixtral, "qwen2": qwen2, "qwen3": qwen3, "olmoe": olmoe, "gpt-oss": gpt_oss}
@@ -238,7 +241,7 @@ class Family(L.LightningModule):
 
     def __init__(self, network: nn.Module, masked: bool) -> None:
         super().__init__()
-        self.network, self.masked = in_float64(network), masked
+        self.network, self.masked = network, masked
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         mask = batch["mask"] if self.masked else None
@@ -255,7 +258,8 @@ class Family(L.LightningModule):
 
 def family(name: str, strategy: Any, ranks: int = 1, masked: bool = True) -> Record:
     L.seed_everything(0, verbose=False)
-    return train(Family(FAMILIES[name](), masked), strategy, ranks)
+    network = in_float64(FAMILIES[name](**EAGER))
+    return train(Family(network, masked), strategy, ranks)
 
 
 @cache
@@ -281,6 +285,37 @@ def test_the_balance_of_transformers(
         record = family(name, family_pipeline(stages, transport="loopback"), masked=masked)
     assert not [each for each in caplog.messages if "not be compared" in each]
     assert difference(family_on_one_process(name, masked), record) <= TOLERANCE
+
+
+def as_it_comes(name: str, strategy: Any, ranks: int = 1) -> Record:
+    """In single precision, with the default way of computing experts."""
+    L.seed_everything(0, verbose=False)
+    network = FAMILIES[name]()
+    assert network.config._experts_implementation == "grouped_mm"
+    return train(Family(network, masked=True), strategy, ranks, "32-true")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_transformers_as_they_come(name: str) -> None:
+    expected = as_it_comes(name, "auto")
+    for stages in (1, 2):
+        record = as_it_comes(name, family_pipeline(stages, transport="loopback"))
+        assert difference(expected, record) <= TOLERANCE
+
+
+def over_two_ranks() -> dict[str, tuple[Record, Record]]:
+    """Two replicas that have some of the experts each, and two that have all of them."""
+    found = {}
+    for name in FAMILIES:
+        strategies = (family_pipeline(1, expert_parallel=ranks) for ranks in (2, 1))
+        found[name] = tuple(as_it_comes(name, strategy, 2) for strategy in strategies)
+    return found
+
+
+def test_experts_of_transformers_as_they_come_over_ranks() -> None:
+    for records in run_ranks(2, over_two_ranks):
+        for spread, whole in records.values():
+            assert difference(whole, spread) <= TOLERANCE
 
 
 def with_replicas() -> Record:

@@ -116,7 +116,7 @@ class Own(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         if self.dtype == torch.float64:
-            return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+            return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
