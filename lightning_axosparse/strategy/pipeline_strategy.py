@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -13,7 +14,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoints, local_path
+from lightning_axosparse.checkpoint.atomic_io import clear_unfinished_checkpoints
+from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.shard.partition import Partition, UnknownOrderError
 from lightning_axosparse.pipeline.shard.sharded_module import (
@@ -55,6 +57,7 @@ from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.memory import free_bytes
+from lightning_axosparse.support.remote_files import exists, local_copy, local_path
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
@@ -383,16 +386,29 @@ class PipelineStrategy(MPIStrategy):
     ) -> dict[str, Any]:
         """Read a checkpoint; collective over the job when a run starts.
 
-        Tensors of a local file or folder are mapped into memory then, and read where a stage or a
-        hook uses them.
+        Tensors of a file or folder are mapped into memory then, and read where a stage or a hook
+        uses them. Those that are not local are copied to each node once.
         """
-        files, local = reading_files(self.checkpoint_io), local_path(checkpoint_path)
-        if not (self._is_starting and files is not None and local is not None and local.exists()):
+        files = reading_files(self.checkpoint_io)
+        if not (self._is_starting and files is not None and exists(checkpoint_path)):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if self.local_rank == 0:
-            files.verify(local)
-        self.barrier()
-        return files.load_mapped(local, weights_only)
+        with self._on_node(checkpoint_path) as local:
+            if self.local_rank == 0:
+                files.verify(local)
+            self.barrier()
+            return files.load_mapped(local, weights_only)
+
+    @contextmanager
+    def _on_node(self, path: Any) -> Iterator[Path]:
+        """Yield the local path of a file or folder, or that of this node's copy; collective."""
+        local = local_path(path)
+        if local is not None:
+            yield local
+            return
+        with local_copy(path) if self.local_rank == 0 else nullcontext() as own:
+            of_ranks = all_gather((self.node_rank, own), self.world_group)
+            yield next(copy for node, copy in of_ranks if node == self.node_rank and copy)
+            self.barrier()
 
     @property
     def _is_starting(self) -> bool:

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +24,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import expert_layers
+from lightning_axosparse.support.remote_files import local_path
 from lightning_axosparse.support.troubleshooting import few, see, without_link
 
 _log = logging.getLogger(__name__)
@@ -367,13 +367,16 @@ def validate_default_checkpoint_io(io: CheckpointIO) -> None:
         )
 
 
-def validate_local(path: Any, storage_options: Any) -> Path:
-    """Check that a folder to which all stages write is in the local file system."""
-    local = local_path(path)
-    if local is None or storage_options is not None:
+def validate_folder(path: Any, storage_options: Any) -> None:
+    """Check that stages can write to a folder."""
+    if storage_options is not None:
         raise MisconfigurationException(
-            f"save_distributed_checkpoint=True cannot write '{path}': it needs a file system that "
-            "all ranks see under one path. Give such a path, or leave save_distributed_checkpoint "
-            "out." + see("checkpoints")
+            f"save_distributed_checkpoint=True cannot write '{path}' with storage_options. Leave "
+            "them out, or leave save_distributed_checkpoint out." + see("checkpoints")
         )
-    return local
+    local = local_path(path)
+    if local is not None and local.is_file() and not local.is_symlink():
+        raise MisconfigurationException(
+            f"'{path}' is a file, perhaps an older checkpoint, so no folder of that name can be "
+            "written. Move it away, or choose another name." + see("files")
+        )

@@ -7,7 +7,6 @@ the disk is full, or the job is killed, the older one is unchanged.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import errno
 import fcntl
 import os
@@ -71,31 +70,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         ) from error
     finally:
         partial.unlink(missing_ok=True)
-    _sync_folder(goal.parent)
-
-
-@contextmanager
-def replacing_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Make a partial folder beside ``path``; if the context ends normally, it takes its place.
-
-    An older folder, file or link of that name is whole until the new one is there, and is removed
-    then.
-    """
-    goal = Path(path)
-    goal.parent.mkdir(parents=True, exist_ok=True)
-    clear_partials(goal.parent, goal.name)
-    partial = _partial(goal)
-    partial.mkdir()
-    handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        _lock(handle)
-        yield partial
-        _sync_folder(partial)
-        _put_in_place(partial, goal)
-        _sync_folder(goal.parent)
-    finally:
-        os.close(handle)
-        _remove(partial)
+    sync_folder(goal.parent)
 
 
 def clear_partials(folder: str | Path, name: str | None = None) -> None:
@@ -142,30 +117,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _put_in_place(partial: Path, goal: Path) -> None:
-    """Rename ``partial`` to ``goal``; what was there has the name of ``partial`` then."""
-    if not os.path.lexists(goal):
-        partial.rename(goal)
-    elif not _exchanged(partial, goal):
-        # Between the two steps the older one is whole under another name.
-        previous = goal.with_name(f"{goal.name}.previous")
-        _remove(previous)
-        goal.rename(previous)
-        partial.rename(goal)
-        previous.rename(partial)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Exchange two names at once; False where system or file system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    done: int = rename(here, os.fsencode(one), here, os.fsencode(other), exchange)
-    return done == 0
-
-
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Write the names in ``folder`` to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,13 +18,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_axosparse import AxoSparseStrategy, CorruptFileError, EarlyBirdTicket
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, save_folder
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.consolidate import consolidate
+from lightning_axosparse.checkpoint.folder import files_of, save_folder
 from lightning_axosparse.checkpoint.gather import StageTensors
+from lightning_axosparse.strategy import pipeline_strategy
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.archive import DeferredTensor, all_made
 from lightning_axosparse.support.files import clear_partials
-from tests.parity.cases import Net, loader, trainer
+from lightning_axosparse.support.patched import patched
+from tests.parity.cases import Net, loader, recorded, trainer
 from tests.ranks import run_ranks, warm_python
 
 
@@ -37,11 +41,11 @@ def _same(values: Tensor) -> Tensor:
     return values
 
 
-def save(step: int, path: Path) -> None:
+def save(step: int, path: Path | str) -> None:
     save_folder(checkpoint(step), path, StageTensors(lambda: None))
 
 
-def load(path: Path) -> int:
+def load(path: Path | str) -> int:
     """The step of a checkpoint, all of whose values are of that step."""
     whole = AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
     step = int(whole["step"])
@@ -104,30 +108,34 @@ def _with_earlier(found: list[int]) -> list[tuple[int, int, int]]:
     return [(n + 1, ([0, *found])[n], step) for n, step in enumerate(found)]
 
 
-def test_it_takes_the_place_of_a_file_and_of_a_link(tmp_path: Path) -> None:
-    file, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
-    file.write_text("older")
-    save(1, file)
-    link.symlink_to(file.name)
+def test_it_takes_the_place_of_a_link(tmp_path: Path) -> None:
+    folder, link = tmp_path / "a.ckpt", tmp_path / "last.ckpt"
+    save(1, folder)
+    link.symlink_to(folder.name)
     assert load(link) == 1
     save(2, link)
-    assert (load(link), load(file), link.is_symlink()) == (2, 1, False)
+    assert (load(link), load(folder), link.is_symlink()) == (2, 1, False)
     assert {path.name for path in tmp_path.iterdir()} == {"a.ckpt", "last.ckpt"}
 
 
-def test_it_works_where_names_cannot_be_exchanged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lightning_axosparse.support import files as atomic_file
-
-    monkeypatch.setattr(atomic_file, "_exchanged", lambda one, other: False)
+def test_it_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
     for step in (1, 2):
         save(step, tmp_path / "a.ckpt")
-    assert load(tmp_path / "a.ckpt") == 2
-    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+        assert load(tmp_path / "a.ckpt") == step
+        assert len(files_of(tmp_path / "a.ckpt")) == 2
 
 
-FILES = ["meta.pt", "stage-0.pt"]
+def test_it_is_written_to_and_read_from_other_file_systems() -> None:
+    for step in (1, 2):
+        save(step, "memory://folder/a.ckpt")
+        assert load("memory://folder/a.ckpt") == step
+    with pytest.raises(FileNotFoundError):
+        load("memory://folder/b.ckpt")
+    table = fsspec.filesystem("memory").open("/folder/a.ckpt/meta.pt", "r+b")
+    table.write(b"damage")
+    table.close()
+    with pytest.raises(CorruptFileError, match=r"memory://folder/a\.ckpt' cannot be read"):
+        load("memory://folder/a.ckpt")
 
 
 def change_one_byte(file: Path) -> None:
@@ -146,27 +154,28 @@ def link_away(file: Path) -> None:
 
 
 def take_that_of_another(file: Path) -> None:
-    save(2, file.parent.parent / "b.ckpt")
-    os.replace(file.parent.parent / "b.ckpt" / file.name, file)
+    other = file.parent.parent / "b.ckpt"
+    save(2, other)
+    os.replace(files_of(other)[file.name != "meta.pt"], file)
 
 
 @pytest.mark.parametrize(
     "damage", [change_one_byte, end_early, link_away, take_that_of_another, Path.unlink]
 )
-@pytest.mark.parametrize("name", FILES)
-def test_a_damaged_one_is_refused(tmp_path: Path, name: str, damage: Any) -> None:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_damaged_one_is_refused(tmp_path: Path, number: int, damage: Any) -> None:
     path = tmp_path / "a.ckpt"
     save(1, path)
-    assert {file.name for file in path.iterdir()} == {*FILES}
-    damage(path / name)
+    assert {*path.iterdir()} == {*files_of(path)}
+    damage(files_of(path)[number])
     with pytest.raises(CorruptFileError, match=r"a\.ckpt.*cannot be read"):
         load(path)
 
 
 def test_a_tensor_that_no_stage_has_written_is_named(tmp_path: Path) -> None:
     save(1, tmp_path / "a.ckpt")
-    content = torch.load(tmp_path / "a.ckpt" / FILES[1])
-    archive.save({**content, "state_dict": {}}, tmp_path / "a.ckpt" / FILES[1])
+    _, file = files_of(tmp_path / "a.ckpt")
+    archive.save({**torch.load(file), "state_dict": {}}, file)
     with pytest.raises(CorruptFileError, match=r"a.ckpt' .*has no tensor 'state_dict.a'"):
         load(tmp_path / "a.ckpt")
 
@@ -208,6 +217,44 @@ def save_on_ranks(path: Path, fails: bool) -> str:
     return ""
 
 
+def resumed(path: str) -> tuple[dict[str, Tensor], int]:
+    """The weights after a resumed fourth epoch, and how often this rank copied the checkpoint."""
+    copies, copied = 0, pipeline_strategy.local_copy
+
+    def counted(path: Any) -> Any:
+        nonlocal copies
+        copies += 1
+        return copied(path)
+
+    with patched(pipeline_strategy, "local_copy", counted):
+        run, module = trainer(AxoSparseStrategy(2, 2), 2, max_epochs=4), Net()
+        run.fit(module, loader(1, batches=2), ckpt_path=path)
+    assert run.global_step == 8
+    return recorded(run, module).weights, copies
+
+
+def from_elsewhere(path: Path) -> list[tuple[dict[str, Tensor], int]]:
+    """Resume from a path and from a URL: of a folder, and of a file."""
+    found = []
+    for as_folder in (True, False):
+        strategy = AxoSparseStrategy(2, 2, save_distributed_checkpoint=as_folder)
+        run = trainer(strategy, 2, max_epochs=3)
+        run.fit(Net(), loader(1, batches=2))
+        for name in (f"{path}/{as_folder}.ckpt", f"local://{path}/there/{as_folder}.ckpt"):
+            run.save_checkpoint(name)
+            found.append(resumed(name))
+    return found
+
+
+def test_each_node_copies_a_checkpoint_from_elsewhere_once(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, from_elsewhere, tmp_path)):
+        for (here, none), (there, copies) in (found[:2], found[2:]):
+            assert (none, copies) == (0, rank == 0)
+            torch.testing.assert_close(there, here, atol=0, rtol=0)
+    assert (tmp_path / "there" / "True.ckpt").is_dir()
+    assert not [*tmp_path.glob("**/.*")]
+
+
 def two_ranks(path: Path) -> list[str]:
     train(path / "stages")
     train(path / "regrid", regrid=1)
@@ -226,7 +273,8 @@ def test_stages_write_a_file_each_and_an_error_of_one_is_raised_on_all(tmp_path:
     for way in ("stages", "regrid"):
         assert sorted(path.name for path in (tmp_path / way).iterdir()) == NAMES
         for path in (tmp_path / way).iterdir():
-            files = {file.name for file in path.iterdir()}
-            assert {"meta.pt", "stage-0.pt"} <= files <= {"meta.pt", "stage-0.pt", "stage-1.pt"}
-            assert "stage-1.pt" in files or way == "regrid"
+            names = [file.name.split(".")[0] for file in files_of(path)]
+            assert names in (["meta", "stage-0", "stage-1"], ["meta", "stage-0"])
+            assert len(names) == 3 or way == "regrid"
+            assert len([*path.iterdir()]) == len(names)
     assert not [*tmp_path.glob("**/.*")]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.checkpoint.gather import StageTensors, gather_shards
-from lightning_axosparse.strategy.validation import validate_local
+from lightning_axosparse.strategy.validation import validate_folder
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
 
@@ -127,11 +127,14 @@ def test_a_plugin_for_one_file_and_a_folder_are_refused_together(tmp_path: Path)
         write(tmp_path, Net, plugins=[TorchCheckpointIO()], save_distributed_checkpoint=True)
 
 
-def test_a_folder_is_local() -> None:
-    assert validate_local("file:///a/b.ckpt", None) == Path("/a/b.ckpt")
-    for path, options in (("memory://a/b.ckpt", None), ("/a/b.ckpt", {"option": 1})):
-        with pytest.raises(MisconfigurationException, match=r"b\.ckpt.* that all ranks"):
-            validate_local(path, options)
+def test_a_folder_has_a_name_of_its_own_and_no_options(tmp_path: Path) -> None:
+    (tmp_path / "b.ckpt").touch()
+    validate_folder("memory://a/b.ckpt", None)
+    validate_folder(tmp_path, None)
+    with pytest.raises(MisconfigurationException, match=r"b\.ckpt' with storage_options"):
+        validate_folder("/a/b.ckpt", {"option": 1})
+    with pytest.raises(MisconfigurationException, match=r"b\.ckpt' is a file"):
+        validate_folder(tmp_path / "b.ckpt", None)
 
 
 class FourAlike(StageTensors):

@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.support.archive import load_mapped
 from lightning_axosparse.support.files import reading
 from lightning_axosparse.support.patched import patched
+from lightning_axosparse.support.remote_files import local_path
 from lightning_axosparse.support.torch_internals import tensors_in
 
 _KNOWN = ("lightning.", "pytorch_lightning.", "lightning_axosparse.")

@@ -10,8 +10,9 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, local_path
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.strategy.launcher.call import Call
+from lightning_axosparse.support.remote_files import local_path
 
 _notes: Path | None = None
 

@@ -12,7 +12,8 @@ from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, save_folder
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.folder import save_folder
 from lightning_axosparse.checkpoint.gather import (
     StageTensors,
     gather_model_state,
@@ -31,7 +32,7 @@ from lightning_axosparse.strategy.compat.internals import has_hook, move_optimiz
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.restart import note_checkpoint
 from lightning_axosparse.strategy.stages.stage_module import StageModule
-from lightning_axosparse.strategy.validation import validate_local
+from lightning_axosparse.strategy.validation import validate_folder
 from lightning_axosparse.support.archive import all_made
 from lightning_axosparse.support.torch_internals import tree_map_only
 
@@ -130,7 +131,8 @@ class StageCheckpoints:
         note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)
         if self._as_folders:
-            save_folder(checkpoint, validate_local(path, storage_options), tensors)
+            validate_folder(path, storage_options)
+            save_folder(checkpoint, path, tensors)
         elif tensors.is_first:
             if not isinstance(io, AtomicCheckpointIO):
                 checkpoint = all_made(checkpoint)

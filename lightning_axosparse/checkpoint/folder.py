@@ -1,0 +1,183 @@
+"""Writes checkpoints as folders, to which all stages write at once, and reads them.
+
+Each stage writes a file of ``torch.save`` with its tensors, by name and whole, so they do not
+depend on the grid. The table is the checkpoint with a record in the place of each tensor, and the
+id of the files that belong to it. It is written last, and at once: until then the folder is the
+checkpoint that it was. So folders can be on file systems that rename nothing, such as ``s3://``.
+
+    last.ckpt/meta.pt                       the table, with id 4f2c...
+    last.ckpt/stage-0.4f2c....pt            tensors of the first stage
+    last.ckpt/stage-1.4f2c....pt
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+from fsspec.core import url_to_fs
+
+from lightning_axosparse.checkpoint.gather import StageTensors
+from lightning_axosparse.distributed.process_groups import gather
+from lightning_axosparse.support import archive
+from lightning_axosparse.support.archive import DeferredTensor, load_mapped
+from lightning_axosparse.support.files import CorruptFileError, sync_folder, temporary_folder
+from lightning_axosparse.support.remote_files import local_path
+from lightning_axosparse.support.torch_internals import tree_leaves, tree_map, tree_map_only
+from lightning_axosparse.support.troubleshooting import see, without_link
+
+_FORMAT = "lightning_axosparse.ShardedTensor/2"
+_TABLE = "meta.pt"
+
+_ID = "lightning_axosparse.folder"
+"""The entry of each file with the id of the checkpoint."""
+
+_STAGES = "lightning_axosparse.stages"
+"""The entry of the table with the number of files."""
+
+
+def save_folder(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) -> None:
+    """Write a checkpoint, which the first rank has in full, with deferred tensors.
+
+    Collective over the stages of a pipeline. An older folder is unchanged until all have written.
+
+    Args:
+        checkpoint: what Lightning saves.
+        goal: path or URL of the folder.
+        tensors: those of the stages.
+
+    Raises:
+        OSError: on all stages, if one of them could not write.
+    """
+    group = tensors.group
+    stage, stages = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    if tensors.is_first:
+        identity, error = uuid4().hex, _attempt(_make, goal)
+        leaves = tree_leaves(checkpoint)
+        deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
+        own = {name: t for name, t in deferred.items() if name not in tensors.remote}
+        tensors.broadcast((identity, error, deferred.keys() & tensors.remote))
+    else:
+        identity, error, wanted = tensors.broadcast(None)
+        own = {name: t for name, t in tensors.offered().items() if name in wanted}
+    tensors.forget()
+    if error is None:
+        content = {_ID: identity, "state_dict": own}
+        error = _attempt(_write, content, goal, _file_name(stage, identity))
+        errors = [f"stage {n}: {each}" for n, each in enumerate(gather(error, group)) if each]
+        if tensors.is_first:
+            table = tree_map_only(DeferredTensor, _record, checkpoint)
+            table = {**table, _ID: identity, _STAGES: stages}
+            error = "; ".join(errors) or _attempt(_write, table, goal, _TABLE)
+            _remove_stages(goal, identity, of_it=error is not None)
+        error = tensors.broadcast(error if tensors.is_first else None)
+    if error is not None:
+        raise OSError(
+            f"'{goal}' was not written: {error}. An older checkpoint of that name is as it was. "
+            "Make room, or write elsewhere." + see("files")
+        )
+
+
+def load_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Read a verified checkpoint, whose weights and optimizer state are mapped into memory."""
+    contents = load_mapped(_table_of(folder), weights_only)
+    identity, stages = contents.pop(_ID), contents.pop(_STAGES)
+    tensors: dict[str, Any] = {}
+    for stage in range(stages):
+        file = folder / _file_name(stage, identity)
+        if not _is_own(file):
+            raise CorruptFileError(f"the folder has no {file.name}")
+        part = load_mapped(file, True)
+        if part[_ID] != identity:
+            raise CorruptFileError("its files are of several checkpoints")
+        tensors.update(part["state_dict"])
+
+    def tensor(value: Any) -> Any:
+        if not _is_record(value):
+            return value
+        if value["name"] not in tensors:
+            raise CorruptFileError(f"the folder has no tensor {value['name']!r}")
+        return tensors[value["name"]]
+
+    checkpoint: dict[str, Any] = tree_map(tensor, contents, is_leaf=_is_record)
+    return checkpoint
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a folder, the table first; no links, which may lead out of it."""
+    return [_table_of(folder), *filter(_is_own, sorted(folder.glob("stage-*.pt")))]
+
+
+def _table_of(folder: Path) -> Path:
+    table = folder / _TABLE
+    if not _is_own(table) or not any(folder.glob("stage-*.pt")):
+        raise CorruptFileError(
+            f"the folder has no {_TABLE} and files of stages; of a folder of other strategies, make"
+            " one file: python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER"
+        )
+    return table
+
+
+def _is_own(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
+
+
+def _file_name(stage: int, identity: str) -> str:
+    return f"stage-{stage}.{identity}.pt"
+
+
+def _record(tensor: DeferredTensor) -> dict[str, Any]:
+    """Return the record of a tensor in the table."""
+    return {"format": _FORMAT, "name": tensor.key}
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("format") == _FORMAT
+
+
+def _attempt(function: Any, *arguments: Any) -> str | None:
+    """Call a function; return its error in words, which the ranks tell one another."""
+    try:
+        function(*arguments)
+    except Exception as error:  # of the system, or of a tensor that is computed
+        return without_link(error)
+    return None
+
+
+def _make(goal: Any) -> None:
+    """Make the folder, in the place of a link of its name."""
+    local = local_path(goal)
+    if local is None:
+        file_system, name = url_to_fs(str(goal))
+        file_system.makedirs(name, exist_ok=True)
+        return
+    if local.is_symlink():
+        local.unlink()
+    local.mkdir(parents=True, exist_ok=True)
+    sync_folder(local.parent)
+
+
+@torch.no_grad()
+def _write(content: dict[str, Any], goal: Any, name: str) -> None:
+    """Write a file of the folder, whole or not at all."""
+    local = local_path(goal)
+    if local is not None:
+        archive.save(content, local / name)
+        return
+    file_system, folder = url_to_fs(str(goal))
+    with temporary_folder() as temporary:
+        archive.save(content, temporary / name)
+        file_system.put_file(str(temporary / name), f"{folder}/{name}")
+
+
+def _remove_stages(goal: Any, identity: str, of_it: bool) -> None:
+    """Remove files of stages: those ``of_it``, the checkpoint with this id, or all others."""
+    file_system, folder = url_to_fs(str(goal))
+    for file in file_system.glob(f"{folder}/stage-*.pt"):
+        if file.endswith(f".{identity}.pt") == of_it:
+            with suppress(FileNotFoundError):
+                file_system.rm_file(file)
