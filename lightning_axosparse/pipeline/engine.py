@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
+    EMPTY,
     Activation,
     Gradients,
     Link,
@@ -40,7 +41,6 @@ from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, PassKind, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
-    EMPTY,
     Batch,
     ProbingStep,
     StageStep,

@@ -83,8 +83,8 @@ class Plainly:
 
 def running_stage(dealt: PipelinedLayers) -> int:
     """The stage whose forward pass runs."""
-    assert dealt._running is not None
-    return dealt._running.visit.stage
+    assert dealt._current is not None
+    return dealt._current.run.stage
 
 
 def given(step: Any, batch: Any, microbatches: int) -> Batch:

@@ -8,6 +8,7 @@ runs again as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,17 +16,23 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.crossing.message import Activation, Gradients, Message, relink
+from lightning_axosparse.pipeline.batch_layout import copied
+from lightning_axosparse.pipeline.crossing.message import (
+    EMPTY,
+    NOTHING,
+    Activation,
+    Gradients,
+    Message,
+    relink,
+)
 from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
 from lightning_axosparse.pipeline.joining import Axis, axes, keyed_values
 from lightning_axosparse.pipeline.loss.operators import Note, Total
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.stage_forward import Visit
+from lightning_axosparse.pipeline.stage_forward import StepRun
 from lightning_axosparse.pipeline.stage_step import (
-    EMPTY,
-    NOTHING,
     Again,
     Batch,
     TrainingStageStep,
@@ -156,17 +163,16 @@ class PartedStageStep(TrainingStageStep):
     def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, to its end."""
         part, tracked = self.batch.microbatches[microbatch], self.tracked
-        visit: Visit | None = None
+        run: StepRun | None = None
         try:
             if received is not None and received.content.has_failed:
                 raise FirstRead
-            visit = self._visits[microbatch] = self._visit(microbatch, received or NOTHING)
-            visit.ends_behind_layers, visit.behind_layers = False, self._behind_layers
-            visit.behind_layer = tracked.track_layer
-            visit.sent = visit.sent if self._keeps else None
-            measured = self._limit.measured(self.stage, visit.tensors)
+            run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
+            measured = self._limit.measured(self.stage, run.received.tensors)
             with self._log.of_part(self._tracker.note_of), measured:
-                output = self._run_step(visit, part, [self._tracker])
+                batch_part = copied(part.batch)
+                tracked.begin_run(batch_part, part, run.received.content)
+                output = self._run_step(run, part, batch_part, [self._tracker])
             tracked.add(output, part)
             if self._rng.was_used():
                 tracked.weights.fail("it draws numbers from Python's or NumPy's generator")
@@ -176,16 +182,23 @@ class PartedStageStep(TrainingStageStep):
         except FirstRead:
             tracked.losses.append(Tensor())
             self.again = "reads"
-        if visit is not None and visit.sent_here is not None:
-            self.activations.append(relink(visit.sent_here)[1].content)
+        if run is not None and run.sent_here is not None:
+            self.activations.append(relink(run.sent_here)[1].content)
         return EMPTY
+
+    def _new_run(self, microbatch: int, received: Message) -> StepRun:
+        run = super()._new_run(microbatch, received)
+        return replace(
+            run,
+            sent=run.sent if self._keeps else None,
+            ends_behind_layers=False,
+            behind_layers=self._behind_layers,
+            behind_layer=self.tracked.track_layer,
+        )
 
     def _behind_layers(self, output: Any) -> None:
         self.tracked.track_output(output)
         self._rng.watch()
-
-    def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
-        self.tracked.begin_run(batch_part, part, visit.received)
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         is_last = microbatch == self._count - 1
