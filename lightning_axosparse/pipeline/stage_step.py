@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -43,11 +44,15 @@ from lightning_axosparse.pipeline.stage_forward import (
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
-Again: TypeAlias = Literal["", "draws", "reads", "has other effects", "calls others"]
-"""Why a batch has to run again: the step draws random numbers outside the layers, and micro-batches
-have drawn their own; it reads a value that was not sent; it has other effects than to log means and
-return a loss; or it calls functions that were not compared.
-"""
+
+class Rerun(Enum):
+    """Why a batch has to run again."""
+
+    DRAWS = "micro-batches have drawn random numbers of their own outside the layers"
+    READS = "the step reads a value that was not sent"
+    HAS_OTHER_EFFECTS = "the step has other effects than to log means and return a loss"
+    CALLS_OTHERS = "the step calls functions that were not compared"
+    IS_NO_MEAN = "the loss of the batch does not follow from those of its micro-batches"
 
 
 class LossBackward(Protocol):
@@ -306,8 +311,8 @@ class TrainingStageStep(StageStep):
         self._runs: dict[int, StepRun] = {}
         self.is_void = False
         """Whether these gradients are dropped, as the batch has to run again."""
-        self.again: Again = ""
-        """The reason, on the last stage, if the batch can run again in the same way."""
+        self.rerun: Rerun | None = None
+        """Why, on the last stage."""
         self.output: Any = None
         """The output of the step on the whole batch, on the last stage."""
 

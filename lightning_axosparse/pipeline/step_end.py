@@ -33,8 +33,8 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import Mode, PipelinedLayers, StepRun
 from lightning_axosparse.pipeline.stage_step import (
-    Again,
     Batch,
+    Rerun,
     StageStep,
     TrainingStageStep,
     loss_of,
@@ -44,8 +44,8 @@ from lightning_axosparse.pipeline.stage_step import (
 class RunAgain(BaseException):
     """Ends a run whose effects are dropped, as the batch has to run again."""
 
-    def __init__(self, why: Again) -> None:
-        super().__init__(why)
+    def __init__(self, why: Rerun) -> None:
+        super().__init__(why.value)
         self.why = why
 
 
@@ -70,7 +70,7 @@ class StepEnd:
             RunAgain: if the batch has to run again.
         """
         if any(each.has_failed for each in activations):
-            raise RunAgain("reads")
+            raise RunAgain(Rerun.READS)
         batch = self._batch
         joined = self.join(activations)
         run = StepRun(
@@ -85,7 +85,7 @@ class StepEnd:
             try:
                 return self._called(part, run, part.batch, counts=True, may_call_none=may_call_none)
             except FirstRead as error:
-                raise RunAgain("reads") from error
+                raise RunAgain(Rerun.READS) from error
 
     def gradients(self) -> list[list[Tensor | None]]:
         """Return the gradients of each micro-batch's layer outputs, after the backward pass."""
@@ -96,7 +96,7 @@ class StepEnd:
 
     def _check_drawn(self, output: Any) -> None:
         if self._rng.has_drawn():
-            raise RunAgain("draws")
+            raise RunAgain(Rerun.DRAWS)
 
     def rehearse(
         self,
@@ -203,7 +203,7 @@ class EndedStageStep(TrainingStageStep):
         try:
             self.output = self._end.run(self._activations)
         except RunAgain as error:
-            self.is_void, self.again = True, error.why
+            self.is_void, self.rerun = True, error.why
             self._gradients = [[None] * len(sent_tensors(each)) for each in self._activations]
             return
         self._backward.differentiate(loss_of(self.output))

@@ -25,7 +25,7 @@ from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import Batch, Rerun, TrainingBatch, TrainingStageStep
 
 
 def pipeline(
@@ -419,7 +419,7 @@ def test_a_batch_whose_end_draws_for_the_first_time_runs_again() -> None:
     pipe, dealt = pipeline(model, 2)
     step = lambda x: model(x).mean() * torch.rand(())  # noqa: E731
     first = run(pipe, training(lambda x: model(x * torch.rand(())).mean(), torch.ones(4, 6), 2))
-    assert (first.is_void, first.again) == (True, "draws")
+    assert (first.is_void, first.rerun) == (True, Rerun.DRAWS)
     last = run(pipe, training(step, torch.ones(4, 6), 2))
     assert not last.is_void, "nothing is drawn before the layers"
     dealt.uninstall()

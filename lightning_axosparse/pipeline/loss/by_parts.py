@@ -33,8 +33,8 @@ from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_forward import StepRun
 from lightning_axosparse.pipeline.stage_step import (
-    Again,
     Batch,
+    Rerun,
     TrainingStageStep,
     loss_of,
 )
@@ -178,10 +178,10 @@ class PartedStageStep(TrainingStageStep):
                 tracked.weights.fail("it draws numbers from Python's or NumPy's generator")
             self.returns_mapping = isinstance(output, Mapping)
             if self._log.part_has_other_effects(output) and not self._keeps:
-                self.again = "has other effects"
+                self.rerun = Rerun.HAS_OTHER_EFFECTS
         except FirstRead:
             tracked.losses.append(Tensor())
-            self.again = "reads"
+            self.rerun = Rerun.READS
         if run is not None and run.sent_here is not None:
             self.activations.append(relink(run.sent_here)[1].content)
         return EMPTY
@@ -202,18 +202,21 @@ class PartedStageStep(TrainingStageStep):
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         is_last = microbatch == self._count - 1
-        problem = self.again or self.problem
-        if is_last and not problem:
-            problem = self.again = self._why_again()
-        if problem:
+        if self.rerun is None:
+            self.rerun = self._why_rerun(is_last)
+        if self.rerun is not None:
             return Gradients((), None)
         return Gradients((), self.tracked.weights.factor() if is_last else 1.0)
 
-    def _why_again(self) -> Again:
+    def _why_rerun(self, is_last: bool) -> Rerun | None:
+        if self.problem:
+            return Rerun.IS_NO_MEAN
+        if not is_last:
+            return None
         if self._known is not None and not self.tracked.functions <= {*self._known}:
-            return "calls others"
+            return Rerun.CALLS_OTHERS
         is_logged = self._keeps or self._log.combined(self.batch.sizes) is not None
-        return "" if is_logged else "has other effects"
+        return None if is_logged else Rerun.HAS_OTHER_EFFECTS
 
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         loss, weights = self.tracked.losses[microbatch], self.tracked.weights
@@ -226,7 +229,7 @@ class PartedStageStep(TrainingStageStep):
 
     @property
     def problem(self) -> str:
-        """Why the batch has to run again as a whole; empty if it does not."""
+        """Why the loss of the batch is no mean or sum over samples; empty if it is."""
         return self.tracked.weights.problem
 
     @property

@@ -28,7 +28,7 @@ from lightning_axosparse.pipeline.microbatch import (
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.pipeline.stage_step import Again, Batch, TrainingBatch, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import Batch, Rerun, TrainingBatch, TrainingStageStep
 from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
@@ -58,8 +58,8 @@ class StepResult:
         changed: the changed attributes of the module.
         warnings: about attributes that cannot be sent.
         generators: the states of the random generators after the step; None if unchanged.
-        reason: why a batch that was differentiated by parts runs again as a whole; else empty.
-        again: why the batch runs again in the same way; else empty.
+        rerun: why the batch has to run again; None if it has not.
+        problem: why its loss is to be differentiated as a whole then; else empty.
     """
 
     output: Any = None
@@ -67,8 +67,8 @@ class StepResult:
     changed: Sequence[Changed] = ()
     warnings: Sequence[str] = ()
     generators: Generators | None = None
-    reason: str = ""
-    again: Again = ""
+    rerun: Rerun | None = None
+    problem: str = ""
 
 
 class StepRunner:
@@ -161,8 +161,8 @@ class StepRunner:
                 run.effects.begin_batch()
                 self._learner.begin_batch(run, known, step, trains=True)
                 result = self._trained(known, step, share)
-                while result.reason or result.again:
-                    self._learner.run_again(run, known, step, result.again, result.reason)
+                while result.rerun is not None:
+                    self._learner.run_again(run, known, step, result.rerun, result.problem)
                     result = self._trained(known, step, share)
                 return self._applied(result)
 
@@ -189,8 +189,8 @@ class StepRunner:
                 run.effects.begin_batch()
                 self._learner.begin_batch(run, known, step, trains=False)
                 result = self._evaluated(known, step)
-                while result.again:
-                    self._learner.run_again(run, known, step, result.again, "")
+                while result.rerun is not None:
+                    self._learner.run_again(run, known, step, result.rerun, "")
                     result = self._evaluated(known, step)
                 return self._applied(result)
 
@@ -252,9 +252,9 @@ class StepRunner:
             return StepResult()
         run = self._open
         if not isinstance(last, PartedStageStep):
-            return StepResult(again=last.again) if last.is_void else self._step_result(last.output)
+            return StepResult(rerun=last.rerun) if last.is_void else self._step_result(last.output)
         if last.is_void:
-            return StepResult(again=last.again, reason=last.problem)
+            return StepResult(rerun=last.rerun, problem=last.problem)
         if not last.activations:
             calls = run.effects.combined(step.sizes)
             loss = last.loss
@@ -282,9 +282,9 @@ class StepRunner:
             if run.stage_module.runs_last_stage:
                 result = self._step_result(output)
         except RunAgain as error:
-            result = StepResult(again=error.why)
+            result = StepResult(rerun=error.why)
         result = self._shared(result)
-        if not result.again:
+        if result.rerun is None:
             self._end_layers()
         return result
 
