@@ -256,6 +256,23 @@ class StageStep:
     _may_call_no_layer = True
 
 
+class KeepingStep(StageStep):
+    """The forward passes of one stage, which keeps its activations.
+
+    Attributes:
+        activations: one for each micro-batch.
+    """
+
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self.activations: list[Activation] = []
+
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
+        """Run the user's step on a micro-batch, up to the next stage's first layer."""
+        self.activations.append(super().forward(microbatch, received))
+        return self.activations[-1]
+
+
 class ProbingStep(StageStep):
     """The forward pass of one stage that records which values of other stages the step reads.
 

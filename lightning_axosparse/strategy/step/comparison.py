@@ -22,7 +22,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, relink
-from lightning_axosparse.pipeline.engine import KeepingStep
 from lightning_axosparse.pipeline.joining import Layout, Layouts, layer_of, learn, sent_tensors
 from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.loss.operators import UNKNOWN
@@ -30,7 +29,7 @@ from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
-from lightning_axosparse.pipeline.stage_step import Batch, loss_of
+from lightning_axosparse.pipeline.stage_step import Batch, KeepingStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
 from lightning_axosparse.pipeline.state.values import MISSING, copied, same

@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.choice import InFlightLimit
-from lightning_axosparse.pipeline.engine import Pipeline, SharedOrder
+from lightning_axosparse.pipeline.engine import SharedOrder
+from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.state.layer_state import LayerState

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink, encode
-from lightning_axosparse.pipeline.engine import Pipeline
 from lightning_axosparse.pipeline.joining import sent_tensors
+from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.stage_step import Rerun
 from lightning_axosparse.pipeline.step_end import RunAgain
 from lightning_axosparse.support.object_trees import object_leaves
-from tests.pipeline.test_engine import evaluate, learned, pipeline, run, train, training
+from tests.pipeline.test_pipeline import evaluate, learned, pipeline, run, train, training
 
 WIDTH, LAYERS = 6, 4
 

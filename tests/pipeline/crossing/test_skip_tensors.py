@@ -22,7 +22,7 @@ from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLi
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.stage_step import Rerun
 from lightning_axosparse.pipeline.step_end import RunAgain
-from tests.pipeline.test_engine import (
+from tests.pipeline.test_pipeline import (
     Known,
     by_parts,
     evaluate,
