@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
@@ -26,13 +27,9 @@ from lightning_axosparse.pipeline.crossing.message import (
     Sent,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
+from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.joining import Layouts
-from lightning_axosparse.pipeline.microbatch import (
-    BatchFingerprint,
-    MicroBatch,
-    explain_sizes,
-    explain_statistics,
-)
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.stage_forward import (
     FirstInputs,
@@ -233,7 +230,7 @@ class StageStep:
                 activation = Activation(is_empty=True)  # It has called no layer.
         except StageEdge as edge:
             activation = edge.activation
-        return activation._replace(fingerprint=self.batch.fingerprint.fingerprint)
+        return activation._replace(fingerprint=self.batch.fingerprint.checksum)
 
     def _run_step(
         self, run: StepRun, part: MicroBatch, batch_part: Any, modes: Sequence[Mode] = ()
@@ -249,11 +246,42 @@ class StageStep:
                     self._layers.end_step(run, output, self._may_call_no_layer)
                     return output
         except (ValueError, RuntimeError) as error:
-            explain_statistics(error, part, batch.microbatches)
-            explain_sizes(error, batch.sizes)
+            _explain_statistics(error, part, batch.microbatches)
+            _explain_sizes(error, batch.sizes)
             raise
 
     _may_call_no_layer = True
+
+
+def _explain_statistics(
+    error: Exception, part: MicroBatch, microbatches: Sequence[MicroBatch]
+) -> None:
+    """Replace torch's error about the statistics of one value by one about micro-batches.
+
+    A compiled layer raises errors of another type, which quote torch's.
+    """
+    count = sum(each.size for each in microbatches)
+    if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
+        return
+    raise MisconfigurationException(
+        f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
+        f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
+        f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
+        f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
+        "smaller)." + see("batches")
+    ) from error
+
+
+def _explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
+    """Replace the error of a layer that needs certain numbers of samples."""
+    if len(set(sizes)) == 1 or is_oom_error(error):
+        return
+    raise MisconfigurationException(
+        f"A step raised {type(error).__name__} for one of {len(sizes)} micro-batches, which have "
+        f"{', '.join(map(str, sizes))} samples: {error}\nIf a layer wants certain numbers of them, "
+        "such as pairs, drop_last=True leaves out a last batch that is smaller, and split_batch= "
+        "divides each batch as the layer wants it." + see("batches")
+    ) from error
 
 
 class KeepingStep(StageStep):

@@ -16,10 +16,11 @@ from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpoint
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
+from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.joining import Axis, Layouts, learn
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
-from lightning_axosparse.pipeline.microbatch import BatchFingerprint, MicroBatch, split
+from lightning_axosparse.pipeline.microbatch import MicroBatch, split
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES

@@ -17,14 +17,10 @@ from torch import Tensor
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
+from lightning_axosparse.pipeline.fingerprint import BatchFingerprint, checksum
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
-from lightning_axosparse.pipeline.microbatch import (
-    BatchFingerprint,
-    MicroBatch,
-    fewest_samples,
-    fingerprint,
-)
+from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
@@ -380,7 +376,7 @@ class StepRunner:
         if self._open.stage_module.groups.replica is None:
             return BatchFingerprint()
         loop, epoch, index = position(self._trainer)
-        return BatchFingerprint(fingerprint(batch), f"batch {index} of {loop} epoch {epoch}")
+        return BatchFingerprint(checksum(batch), f"batch {index} of {loop} epoch {epoch}")
 
 
 def _loss_alone(output: Any) -> Any:
