@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.batch_layout import copied
+from lightning_axosparse.pipeline.batch_layout import copied_batch
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
     NOTHING,
@@ -28,7 +28,7 @@ from lightning_axosparse.pipeline.crossing.message import (
 )
 from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
 from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
-from lightning_axosparse.pipeline.joining import Layouts
+from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.stage_forward import (
@@ -116,7 +116,7 @@ class Batch:
     fingerprint: BatchFingerprint
     effects: Effects
     crossing: Crossing | None = None
-    layouts: Layouts = field(default_factory=Layouts)
+    layouts: SampleLayouts = field(default_factory=SampleLayouts)
     numbers: Mapping[int, SampledNumbers] = field(default_factory=dict)
     of_pass: Callable[[int | None], AbstractContextManager[None]] = lambda stage: nullcontext()
     failures: list[str] = field(default_factory=list)
@@ -226,7 +226,7 @@ class StageStep:
         part = self.batch.microbatches[microbatch]
         try:
             with self.batch.effects.discarded():
-                self._run_step(run, part, copied(part.batch))
+                self._run_step(run, part, copied_batch(part.batch))
                 activation = Activation(is_empty=True)  # It has called no layer.
         except StageEdge as edge:
             activation = edge.activation

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch_layout import copied
+from lightning_axosparse.pipeline.batch_layout import copied_batch
 from lightning_axosparse.pipeline.crossing.message import (
     EMPTY,
     Activation,
@@ -115,7 +115,7 @@ class StepEnd:
             reads: records the values of the stages that the step reads.
             tracked: tracks the samples in the inputs of the step.
         """
-        batch_part = copied(part.batch)
+        batch_part = copied_batch(part.batch)
         if tracked is not None:
             tracked.begin_run(batch_part, part, message.content)
         run = StepRun(

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch_layout import copied
+from lightning_axosparse.pipeline.batch_layout import copied_batch
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
 from lightning_axosparse.pipeline.joining import Axis, axes
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -57,7 +57,7 @@ class StepFront:
         try:
             with batch.effects.discarded(), batch.of_pass(None), numbers:
                 with self._layers.running(run, modes), batch.precision():
-                    batch.called(copied(batch.whole.batch))
+                    batch.called(copied_batch(batch.whole.batch))
         except _FirstLayer as first:
             self._inputs = {key: object_leaves(v, Tensor) for key, v in first.arguments.items()}
         except Exception as error:

@@ -17,7 +17,7 @@ from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, Mem
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
 from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
-from lightning_axosparse.pipeline.joining import Axis, Layouts, learn
+from lightning_axosparse.pipeline.joining import Axis, SampleLayouts, learn
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, split
@@ -128,7 +128,7 @@ class Known(NamedTuple):
     """What is known of a step: what crosses the edges of stages, and how it lies."""
 
     crossing: Crossing | None = None
-    layouts: Layouts = Layouts()
+    layouts: SampleLayouts = SampleLayouts()
 
 
 NOTHING_KNOWN = Known()
@@ -144,7 +144,9 @@ def train(
 ) -> Tensor:
     """Train on a batch; return its loss."""
     if parted:
-        known = Known(known.crossing, Layouts({("output", 0): Axis(0), **known.layouts.known}))
+        known = Known(
+            known.crossing, SampleLayouts({("output", 0): Axis(0), **known.layouts.known})
+        )
     elif not pipe.is_divided:
         microbatches = 1
     given = replace(training(step, batch, microbatches), **known._asdict())
@@ -182,7 +184,7 @@ def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Known:
         whole.activations[0], several.activations, parts.sizes, largest_difference
     )
     assert all(by < 1e-5 for _, by in differences)
-    return Known(crossing, Layouts(dict(found)))
+    return Known(crossing, SampleLayouts(dict(found)))
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:

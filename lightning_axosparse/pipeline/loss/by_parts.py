@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.batch_layout import copied
+from lightning_axosparse.pipeline.batch_layout import copied_batch
 from lightning_axosparse.pipeline.crossing.message import (
     EMPTY,
     NOTHING,
@@ -170,7 +170,7 @@ class PartedStageStep(TrainingStageStep):
             run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
             measured = self._limit.measured(self.stage, run.received.tensors)
             with self._log.of_part(self._tracker.note_of), measured:
-                batch_part = copied(part.batch)
+                batch_part = copied_batch(part.batch)
                 tracked.begin_run(batch_part, part, run.received.content)
                 output = self._run_step(run, part, batch_part, [self._tracker])
             tracked.add(output, part)

@@ -22,7 +22,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, relink
-from lightning_axosparse.pipeline.joining import Layout, Layouts, layer_of, learn, sent_tensors
+from lightning_axosparse.pipeline.joining import (
+    SampleLayout,
+    SampleLayouts,
+    layer_of,
+    learn,
+    sent_tensors,
+)
 from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.loss.operators import UNKNOWN
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
@@ -64,7 +70,7 @@ class ComparisonResult(NamedTuple):
     problem: str = ""
     is_too_large: bool = False
     layers: tuple[int, str, float] | None = None
-    layouts: Mapping[Hashable, Layout] = {}
+    layouts: Mapping[Hashable, SampleLayout] = {}
     draws: bool = False
     reason: str = ""
     has_other_effects: bool = False
@@ -184,7 +190,7 @@ class Comparison:
         """Compare the activations of the stages of this rank."""
         stage_module, sizes = self._stage_module, self._step.sizes
         layers: tuple[int, str, float] | None = None
-        layouts: Mapping[Hashable, Layout] = {}
+        layouts: Mapping[Hashable, SampleLayout] = {}
         for stage in stage_module.stages:
             if any(each.has_failed for each in (*whole[stage], *parts[stage])):
                 return ComparisonResult(
@@ -225,7 +231,7 @@ class Comparison:
     ) -> ComparisonResult:
         """Compare losses, their gradients and log calls, on the last stage."""
         step, effects = self._step, self._run.effects
-        step = replace(step, layouts=Layouts({**step.layouts.known, **result.layouts}))
+        step = replace(step, layouts=SampleLayouts({**step.layouts.known, **result.layouts}))
         end = StepEnd(step, self._stage_module.layers, self._run.rng)
         tracker = SampleTracker(effects.constants)
         tracked = TrackedLosses(step, tracker, self._stage_module.layers.end)

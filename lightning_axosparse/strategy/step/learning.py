@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_axosparse.pipeline.crossing.message import Crossing, Reads, learned
-from lightning_axosparse.pipeline.joining import Layouts
+from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, Rerun
 from lightning_axosparse.strategy.compat.lockstep import position
@@ -49,7 +49,7 @@ class LoaderSteps:
 
     reads: dict[int, Reads] = field(default_factory=dict)
     crossing: Crossing | None = None
-    layouts: Layouts = field(default_factory=Layouts)
+    layouts: SampleLayouts = field(default_factory=SampleLayouts)
     draws: bool = False
     by_parts: bool = False
     has_other_effects: bool = False
