@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -34,6 +34,14 @@ from lightning_axosparse.strategy.expert_parallel import expert_layers
 from lightning_axosparse.support.troubleshooting import few, see, without_link
 
 _log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class NeedsWholeWeights(Protocol):
+    """A callback that takes the weights that a rank has for all of them."""
+
+    needs_whole_weights: Literal[True]
+
 
 # A run
 
@@ -170,9 +178,7 @@ def validate_whole_weights(config: Config, callbacks: Sequence[Callback]) -> Non
     if ranks == 1:
         ranks, name = config.experts.ranks, "expert_parallel"
     for callback in callbacks:
-        own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
-        own &= not hasattr(callback, "prunes_at_start")
-        if own:
+        if isinstance(callback, NeedsWholeWeights):
             raise MisconfigurationException(
                 f"{type(callback).__name__} does not work with {name}={ranks}: it "
                 "would take the part of a weight that a rank has for all of it. Leave one of the "
