@@ -49,7 +49,7 @@ class NeedsWholeWeights(Protocol):
 def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
     """Check that the module and the callbacks of a run can do without a process that has it all."""
     module = trainer.lightning_module
-    if config.pipelines:
+    if config.runs_pipeline:
         validate_steps(module, trainer.state.fn)
         if trainer.state.fn == TrainerFn.FITTING:
             validate_module(module)
@@ -243,7 +243,7 @@ def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
 
 def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data: int) -> None:
     """Check that the ranks can step the optimizers, each its own parameters."""
-    if len(optimizers) > 1 and config.pipelines:
+    if len(optimizers) > 1 and config.runs_pipeline:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
             f"`configure_optimizers` returned {len(optimizers)} optimizers ({names}), which takes"
@@ -254,7 +254,7 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
             + see("optimizers")
         )
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS) and (config.pipelines or g_data > 1):
+        if isinstance(optimizer, LBFGS) and (config.runs_pipeline or g_data > 1):
             raise MisconfigurationException(
                 f"`configure_optimizers` returned {type(optimizer).__name__}, which calls the"
                 " closure as often as the loss and the gradients of all parameters want, but each"

@@ -242,7 +242,7 @@ class Comparison:
                 joined = end.join([message.content for message in messages])
                 with effects.of_part(lambda value: UNKNOWN):
                     loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
-                logged, effects.parts = effects.parts[0], []
+                logged, effects.part_calls = effects.part_calls[0], []
                 expected = _gradients(loss, joined.tensors)
                 for part, message in zip(step.microbatches, messages, strict=True):
                     with effects.of_part(tracker.note_of):

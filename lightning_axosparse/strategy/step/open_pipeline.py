@@ -58,8 +58,8 @@ class OpenPipeline:
                 stage_module.remote_gradients.forget_norms,
             )
             replace_backward(precision, give_gradients)
-            if stage_module.parts:
-                show_whole_gradients(precision, module.trainer, stage_module.parts.whole)
+            if stage_module.weight_parts:
+                show_whole_gradients(precision, module.trainer, stage_module.weight_parts.whole)
             self.pipeline = Pipeline(
                 stage_module.layers,
                 stage_module.links(limit.largest),

@@ -88,9 +88,9 @@ class StepRunner:
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
         self._schedule = SCHEDULES[config.schedule]
         self._loss: Loss = config.loss
-        self.parts = config.parts
+        self.microbatch_count = config.microbatch_count
         """Wanted number of micro-batches in a batch."""
-        self._splitter = BatchSplitter(trainer, self.parts, config.split_batch, fewest)
+        self._splitter = BatchSplitter(trainer, self.microbatch_count, config.split_batch, fewest)
         tolerance = tolerance_of(precision, device)
         self._learner = StepLearner(trainer, config.loss, in_flight.free, tolerance)
         self._known: defaultdict[tuple[object, int], LoaderSteps] = defaultdict(LoaderSteps)
