@@ -33,10 +33,7 @@ from lightning_axosparse.pipeline.crossing.message import (
 )
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, PassKind, Schedule
-from lightning_axosparse.pipeline.stage_step import (
-    StageStep,
-    TrainingStageStep,
-)
+from lightning_axosparse.pipeline.stage_step import StageStep, TrainingStageStep
 from lightning_axosparse.support.object_trees import CannotPickle
 from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see

@@ -9,11 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_axosparse.pipeline.choice import InFlightLimit
-from lightning_axosparse.pipeline.crossing.message import (
-    Link,
-    Reads,
-    relink,
-)
+from lightning_axosparse.pipeline.crossing.message import Link, Reads, relink
 from lightning_axosparse.pipeline.engine import SharedOrder, StageRun, run
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
@@ -27,12 +23,7 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingBatch,
     TrainingStageStep,
 )
-from lightning_axosparse.pipeline.step_end import (
-    EndedStageStep,
-    StepEnd,
-    WholeStageStep,
-    WholeStep,
-)
+from lightning_axosparse.pipeline.step_end import EndedStageStep, StepEnd, WholeStageStep, WholeStep
 from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.trace import clock
 

@@ -23,11 +23,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     Reads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
-from lightning_axosparse.pipeline.joining import (
-    Joined,
-    join,
-    sent_tensors,
-)
+from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG

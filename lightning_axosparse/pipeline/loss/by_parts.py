@@ -32,12 +32,7 @@ from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_forward import StepRun
-from lightning_axosparse.pipeline.stage_step import (
-    Batch,
-    Rerun,
-    TrainingStageStep,
-    loss_of,
-)
+from lightning_axosparse.pipeline.stage_step import Batch, Rerun, TrainingStageStep, loss_of
 from lightning_axosparse.support.object_trees import object_leaves
 
 
