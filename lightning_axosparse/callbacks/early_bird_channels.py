@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
@@ -88,6 +88,8 @@ class EarlyBirdChannels(TicketCallback):
     kind = ChannelTicket
     ticket: ChannelTicket | None
     lack = "cannot remove channels"
+    needs_whole_weights: Literal[True] = True
+    """Ranks may not have parts of weights."""
     search: MaskSearch
 
     @checked(

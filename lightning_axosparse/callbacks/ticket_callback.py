@@ -101,7 +101,7 @@ class TicketCallback(Callback, ABC):
                     f"not fit those that {name} leaves. Leave one of the two callbacks out."
                     + see("callbacks")
                 )
-        if not hasattr(trainer.strategy, "use_freed_memory"):
+        if not isinstance(trainer.strategy, AxoSparseStrategy):
             raise MisconfigurationException(
                 f"{name} needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} {self.lack}." + see("tickets")

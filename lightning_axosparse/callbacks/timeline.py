@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch.distributed as dist
@@ -160,6 +160,9 @@ class PipelineTimeline(L.Callback):
         MisconfigurationException: if an argument is out of range.
         ModuleNotFoundError: if the extra ``cli`` is not installed, which draws the chart.
     """
+
+    needs_whole_weights: Literal[True] = True
+    """Ranks may not have parts of weights."""
 
     @checked(MisconfigurationException, batch_idx=INDEX, epoch=INDEX | NONE, folder=PATH | NONE)
     def __init__(

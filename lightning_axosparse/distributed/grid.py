@@ -99,7 +99,7 @@ class Grid:
         return self.replica % self.g_expert
 
     @property
-    def copy(self) -> int:
+    def copy_index(self) -> int:
         """Which copy of the whole model this rank has a part of."""
         return self.replica // self.g_expert
 

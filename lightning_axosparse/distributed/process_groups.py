@@ -60,14 +60,14 @@ class ProcessGroups:
         self.whole, self.ordered = self.replica, self.tensor
         if grid.g_expert > 1:
             self.experts = self._group(
-                "ranks with experts of a stage", lambda rank: (rank.copy, _shard(rank))
+                "ranks with experts of a stage", lambda rank: (rank.copy_index, _shard(rank))
             )
             self.same_experts = self._group(
                 "the same experts", lambda rank: (rank.expert_rank, rank.stage), smallest=1
             )
-            self.whole = self._group("ranks of a whole model", lambda rank: rank.copy)
+            self.whole = self._group("ranks of a whole model", lambda rank: rank.copy_index)
             self.ordered = self._group(
-                "ranks that run the same passes", lambda rank: (rank.copy, rank.stage)
+                "ranks that run the same passes", lambda rank: (rank.copy_index, rank.stage)
             )
         self.same_loader = self.replica
         if grid.replicas_per_batch > 1:

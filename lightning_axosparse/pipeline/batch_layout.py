@@ -137,18 +137,20 @@ def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
     return other
 
 
-def copied(node: Any) -> Any:
+def copied_batch(node: Any) -> Any:
     """Copy a batch, so that a step may change its tensors, arrays and containers."""
     if isinstance(node, Tensor):
         return node.detach().clone().requires_grad_(node.requires_grad)
     if isinstance(node, np.ndarray):
         return node.copy()
     if type(node) is list or type(node) is tuple:
-        return type(node)([e if isinstance(e, _PLAIN) else copied(e) for e in node])
+        return type(node)([e if isinstance(e, _PLAIN) else copied_batch(e) for e in node])
     if type(node) is dict:
-        return {key: copied(each) for key, each in node.items()}
+        return {key: copied_batch(each) for key, each in node.items()}
     entries = children(node)
-    return rebuilt(node, {key: copied(each) for key, each in entries.items()}) if entries else node
+    if not entries:
+        return node
+    return rebuilt(node, {key: copied_batch(each) for key, each in entries.items()})
 
 
 def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -14,51 +14,29 @@ the group call the same collectives, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast, get_args
+from typing import cast, get_args
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_axosparse.distributed.rank_status import BackOff, this_rank
-from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
+    EMPTY,
     Activation,
     Gradients,
     Link,
     Message,
-    Reads,
-    relink,
 )
 from lightning_axosparse.pipeline.joining import sent_tensors
-from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Op, PassKind, Schedule
-from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import (
-    EMPTY,
-    Batch,
-    ProbingStep,
-    StageStep,
-    TrainingBatch,
-    TrainingStageStep,
-)
-from lightning_axosparse.pipeline.step_end import (
-    EndedStageStep,
-    StepEnd,
-    WholeStageStep,
-    WholeStep,
-)
-from lightning_axosparse.pipeline.step_front import StepFront
+from lightning_axosparse.pipeline.stage_step import StageStep, TrainingStageStep
 from lightning_axosparse.support.object_trees import CannotPickle
 from lightning_axosparse.support.trace import clock
 from lightning_axosparse.support.troubleshooting import see
-
-S = TypeVar("S", bound=StageStep)
 
 _KINDS: tuple[PassKind, ...] = get_args(PassKind)
 
@@ -242,206 +220,3 @@ def _startable(stages: Sequence[StageRun]) -> tuple[StageRun, Op] | None:
         if op is not None:
             return stage, op
     return None
-
-
-class Pipeline:
-    """The stages of this process.
-
-    Args:
-        layers: the layers of all stages.
-        links: for each stage of this process, its link to adjacent stages.
-        schedule: schedule of training.
-        limit: the in-flight limit.
-        rng: seeds the random numbers of a batch.
-        gather: returns the values of all ranks of the pipeline.
-        order: the order of passes, if other ranks share layers with this one.
-        outer_parameters: returns the parameters outside the layers.
-    """
-
-    def __init__(
-        self,
-        layers: PipelinedLayers,
-        links: Mapping[int, Link],
-        schedule: type[Schedule],
-        limit: InFlightLimit,
-        rng: PipelineRNG,
-        gather: Callable[[Any], list[Any]],
-        order: SharedOrder | None = None,
-        outer_parameters: Callable[[], Collection[nn.Parameter]] = list,
-    ) -> None:
-        self._shared_order = order
-        self.limit, self._schedule = limit, schedule
-        self.peak_in_flight: dict[int, int] = {}
-        """Largest number of micro-batches that each stage held in the last training batch."""
-        self._layers, self._links = layers, links
-        self._rng, self._gather = rng, gather
-        self._outer_parameters = outer_parameters
-        self._stages = len(layers.parts)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether there are several stages."""
-        return self._stages > 1
-
-    def train(
-        self,
-        batch: TrainingBatch,
-        by_parts: Callable[..., TrainingStageStep] | None = None,
-    ) -> tuple[TrainingStageStep | None, bool]:
-        """Run a training step forward and backward.
-
-        Args:
-            batch: the batch.
-            by_parts: makes the step of the last stage that differentiates by parts; None to
-                differentiate the loss of the whole batch.
-
-        Returns:
-            The last stage's step; None on other ranks. And whether the gradients are dropped, as
-            the batch has to run again.
-        """
-        self.limit.begin_batch(held=len(batch.microbatches) if by_parts is None else 0)
-        order = self._order(self._schedule, batch, forwards_first=by_parts is None)
-        first = min(self._links)
-        front = self._front(batch)
-        steps: dict[int, TrainingStageStep] = {}
-        for stage in self._links:
-            make: Callable[..., TrainingStageStep] = TrainingStageStep
-            if stage == self._stages - 1:
-                make = by_parts or (EndedStageStep if self.is_divided else WholeStageStep)
-            has_front = front is not None and stage == 0
-            steps[stage] = make(
-                *(stage, batch, self._layers, self._rng, front.of if front else _as_they_are),
-                limit=self.limit,
-                is_first_here=stage == first,
-                deferred=self._outer_parameters() if has_front else (),
-                end_backward=front.backward if front and has_front else _nothing,
-            )
-        runs = self._runs(steps, order)
-        with self._layers.backwards_followed():
-            if front is not None:
-                front.run()
-            run(runs)
-        self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
-        return steps.get(self._stages - 1), steps[first].is_void
-
-    def evaluate(self, batch: Batch) -> Any:
-        """Run a step forward only.
-
-        Returns:
-            The output of the step on the last stage; None on other ranks.
-
-        Raises:
-            RunAgain: on the last stage, if the batch has to run again.
-        """
-        if not self.is_divided:
-            with self._layers.backwards_followed():
-                return WholeStep(0, batch, self._layers, self._rng).run()
-        last = self._stages - 1
-        kinds: dict[int, type[StageStep]] = {last: KeepingStep}
-        steps = self.forward(
-            batch, lambda stage, *shared: kinds.get(stage, StageStep)(stage, *shared)
-        )
-        if not isinstance(passed := steps.get(last), KeepingStep):
-            return None
-        end = StepEnd(batch, self._layers, self._rng)
-        with self._layers.backwards_followed(), clock.span("forward", last):
-            return end.run(passed.activations, may_call_none=True)
-
-    def forward(self, batch: Batch, make: Callable[..., S]) -> dict[int, S]:
-        """Run the forward passes of micro-batches.
-
-        Args:
-            batch: the batch.
-            make: makes the step of a stage.
-
-        Returns:
-            The steps of the stages of this process.
-        """
-        front = self._front(batch)
-        shared = batch, self._layers, self._rng, front.of if front else _as_they_are
-        steps = {stage: make(stage, *shared) for stage in self._links}
-        with self._layers.backwards_followed():
-            if front is not None:
-                front.run()
-            run(self._runs(steps, self._order(ForwardOnly, batch)))
-        return steps
-
-    def probe(self, batch: Batch) -> dict[int, Reads]:
-        """Run the first micro-batch forward, and return the values that each stage reads of others.
-
-        Collective over the pipeline. Gradients are not computed, but the graph is, as the behaviour
-        of a step may depend on it.
-        """
-        one = batch.microbatches[0]._replace(number=0)
-        batch = replace(batch, microbatches=[one], crossing=None)
-        steps = {n: ProbingStep(n, batch, self._layers, self._rng) for n in self._links}
-        with self._layers.backwards_followed():
-            run(self._runs(steps, self._order(ForwardOnly, batch)))
-            reads = {stage: step.reads for stage, step in steps.items()}
-            if self._stages - 1 in steps:
-                reads[self._stages] = self._read_by_end(batch, steps[self._stages - 1])
-        gathered = self._gather(reads)
-        return {stage: each for others in gathered for stage, each in others.items()}
-
-    def _read_by_end(self, batch: Batch, last: ProbingStep) -> Reads:
-        """Return the values of the stages that the end of the step reads."""
-        reads, activation = Reads(), last.activation
-        if activation is None or activation.has_failed or activation.is_empty:
-            return reads
-        message = relink(activation)[1]
-        try:
-            with batch.effects.read():
-                end = StepEnd(batch, self._layers, self._rng)
-                end.rehearse(batch.microbatches[0], message, reads=reads)
-        except Exception:  # The step raises it again when it runs.
-            return reads
-        reads.is_complete = True
-        return reads
-
-    def _front(self, batch: Batch) -> StepFront | None:
-        """Create the run of the code before the layers; None if another process runs it."""
-        if 0 not in self._links or not self.is_divided:
-            return None
-        return StepFront(batch, self._layers, self._rng)
-
-    def _order(
-        self, schedule: type[Schedule], batch: Batch, forwards_first: bool = False
-    ) -> dict[int, Schedule]:
-        """Create the schedule of each stage of this process for a batch."""
-        shared = self._stages, len(batch.microbatches), self.limit.value, forwards_first
-        return {stage: schedule(stage, *shared) for stage in self._links}
-
-    def _runs(
-        self, steps: Mapping[int, StageStep], order: Mapping[int, Schedule]
-    ) -> list[StageRun]:
-        return [
-            StageRun(
-                stage, self._stages, order[stage], self._links[stage], step, self._shared_order
-            )
-            for stage, step in steps.items()
-        ]
-
-
-class KeepingStep(StageStep):
-    """The forward passes of one stage, which keeps its activations.
-
-    Attributes:
-        activations: one for each micro-batch.
-    """
-
-    def __init__(self, *shared: Any) -> None:
-        super().__init__(*shared)
-        self.activations: list[Activation] = []
-
-    def forward(self, microbatch: int, received: Message | None) -> Activation:
-        """Run the user's step on a micro-batch, up to the next stage's first layer."""
-        self.activations.append(super().forward(microbatch, received))
-        return self.activations[-1]
-
-
-def _as_they_are(part: MicroBatch) -> None:
-    """Return no replacement for the first layer's inputs."""
-
-
-def _nothing() -> None:
-    pass

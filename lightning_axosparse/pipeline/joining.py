@@ -68,19 +68,19 @@ class Axis(NamedTuple):
         return [self.part(tensor, first, size) for first, size in zip(begins, sizes, strict=False)]
 
 
-Layout = Axis | Literal["alike", "mean", "sum"]
+SampleLayout = Axis | Literal["alike", "mean", "sum"]
 """How the tensor of the whole batch follows from those of micro-batches: by joining the rows, or,
 if it has no samples, as the same tensor, their mean weighted by samples, or their sum.
 """
 
 
 @dataclass
-class Layouts:
+class SampleLayouts:
     """The layouts of the tensors that a stage sends, by the place where the step computes them."""
 
-    known: dict[Hashable, Layout] = field(default_factory=dict)
+    known: dict[Hashable, SampleLayout] = field(default_factory=dict)
 
-    def of(self, key: Hashable, parts: Sequence[Any], sizes: Sequence[int]) -> Layout | None:
+    def of(self, key: Hashable, parts: Sequence[Any], sizes: Sequence[int]) -> SampleLayout | None:
         """Return the layout of a tensor; None if it is unknown.
 
         Args:
@@ -98,7 +98,7 @@ class Layouts:
         return _by_shape(parts, sizes) if known is None else known
 
 
-def _by_shape(parts: Sequence[Any], sizes: Sequence[int]) -> Layout | None:
+def _by_shape(parts: Sequence[Any], sizes: Sequence[int]) -> SampleLayout | None:
     """Return the layout by the shapes: samples are along the first dimension that grows with them.
 
     Shapes (2, 5, 8) and (3, 5, 8) of 2 and 3 samples give ``Axis(0)``.
@@ -121,7 +121,7 @@ def best_layout(
     sizes: Sequence[int],
     differ: Differ,
     may_reduce: bool = False,
-) -> tuple[Layout | None, float]:
+) -> tuple[SampleLayout | None, float]:
     """Return the layout with which micro-batches' tensors are closest to that of the whole batch.
 
     Args:
@@ -134,8 +134,8 @@ def best_layout(
     Returns:
         The layout, and the relative difference that remains; None and infinity if none fits.
     """
-    tried: list[tuple[float, int, Layout | None]] = []
-    candidates: list[Layout]
+    tried: list[tuple[float, int, SampleLayout | None]] = []
+    candidates: list[SampleLayout]
     if all(part.shape == whole.shape for part in parts):
         candidates = ["alike"]
         if may_reduce and whole.is_floating_point():
@@ -176,7 +176,7 @@ def axes(whole: torch.Size, part: torch.Size, samples: int, size: int) -> list[A
     return [Axis(unequal[0], rows, views) for views in range(1, rows + 1) if rows % views == 0]
 
 
-def joined_by(layout: Layout, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def joined_by(layout: SampleLayout, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """Join the tensors of micro-batches to that of the whole batch."""
     if isinstance(layout, Axis):
         return layout.cat(parts)
@@ -186,7 +186,7 @@ def joined_by(layout: Layout, parts: Sequence[Tensor], sizes: Sequence[int]) -> 
     return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0)
 
 
-def _shares(layout: Layout, sizes: Sequence[int]) -> list[float]:
+def _shares(layout: SampleLayout, sizes: Sequence[int]) -> list[float]:
     """Return the weight of each micro-batch's tensor in that of the batch, if it has no samples."""
     if layout == "alike":  # Only the first one is used.
         return [float(n == 0) for n in range(len(sizes))]
@@ -194,7 +194,7 @@ def _shares(layout: Layout, sizes: Sequence[int]) -> list[float]:
 
 
 def gradients_of(
-    layout: Layout, gradient: Tensor | None, sizes: Sequence[int]
+    layout: SampleLayout, gradient: Tensor | None, sizes: Sequence[int]
 ) -> Sequence[Tensor | None]:
     """Return the gradients of micro-batches' tensors, given that of the batch's tensor."""
     if gradient is None:
@@ -216,7 +216,7 @@ class Joined(NamedTuple):
 
     activation: Activation
     tensors: Sequence[Tensor]
-    layouts: Sequence[Layout]
+    layouts: Sequence[SampleLayout]
 
     def split(
         self, gradients: Sequence[Tensor | None], sizes: Sequence[int]
@@ -236,7 +236,7 @@ class Joined(NamedTuple):
 def join(
     activations: Sequence[Activation],
     sizes: Sequence[int],
-    layouts: Layouts,
+    layouts: SampleLayouts,
     name_of: Callable[[int], str],
 ) -> Joined:
     """Join the activations of the micro-batches of a batch.
@@ -257,7 +257,7 @@ def join(
         if others != keys:
             unequal = next(one or two for one, two in zip_longest(others, keys) if one != two)
             raise cannot_join(name_of(layer_of(unequal)), f"other values for micro-batch {number}")
-    tensors, used = list[Tensor](), list[Layout]()
+    tensors, used = list[Tensor](), list[SampleLayout]()
     values: list[Any] = []
     for key, parts in zip(
         keys, zip(*([v for _, v in own] for own in keyed), strict=True), strict=True
@@ -294,7 +294,7 @@ def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
     )
 
 
-def _joined_description(parts: Sequence[Unsent], layout: Layout) -> Unsent:
+def _joined_description(parts: Sequence[Unsent], layout: SampleLayout) -> Unsent:
     """Return the description of a tensor of the whole batch."""
     first = parts[0]
     if not isinstance(layout, Axis):
@@ -306,7 +306,7 @@ def _joined_description(parts: Sequence[Unsent], layout: Layout) -> Unsent:
 
 def learn(
     whole: Activation, parts: Sequence[Activation], sizes: Sequence[int], differ: Differ
-) -> tuple[Mapping[Hashable, Layout], list[tuple[Hashable, float]]]:
+) -> tuple[Mapping[Hashable, SampleLayout], list[tuple[Hashable, float]]]:
     """Learn the layouts with which the activations of micro-batches join to that of the batch.
 
     Returns:
@@ -314,7 +314,7 @@ def learn(
     """
     keyed = [keyed_values(activation) for activation in parts]
     numbers = [_numbers(activation.output) for activation in (whole, *parts)]
-    known: dict[Hashable, Layout] = {}
+    known: dict[Hashable, SampleLayout] = {}
     differences: list[tuple[Hashable, float]] = []
     if any(each != numbers[0] for each in numbers):
         differences.append((("output", -1), float("inf")))

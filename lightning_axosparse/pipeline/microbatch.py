@@ -1,24 +1,13 @@
-"""Micro-batches: splitting a batch, counting samples, fingerprints, errors of layers about sizes.
-
-Every stage loads the batch itself. If samples are selected or transformed at random, differently on
-each rank, the layers of one stage would be trained with the labels of another. So each activation
-message carries the fingerprint of the batch, and the receiving stage compares it with its own.
-"""
+"""Micro-batches: splitting a batch, and counting the samples in its parts."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import log
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.memory import is_oom_error
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.batch_layout import (
@@ -144,78 +133,6 @@ def samples(batch: Any) -> int:
     return next((leaf.shape[0] for _, leaf in arrays(batch)), 1)
 
 
-_SAMPLED = 4096
-"""Number of evenly spread elements of a tensor on which a fingerprint depends."""
-
-
-class BatchFingerprint(NamedTuple):
-    """The fingerprint of a batch.
-
-    Attributes:
-        fingerprint: checksum of the whole batch, not of a micro-batch.
-        place: position of the batch in the run, in words.
-    """
-
-    fingerprint: int = 0
-    place: str = "the batch"
-
-    def validate(self, received: int, stage: int) -> None:
-        """Check that the previous stage computes the same batch.
-
-        Raises:
-            MisconfigurationException: if the fingerprints differ.
-        """
-        self.compare({stage - 1: received, stage: self.fingerprint}, "stage")
-
-    def compare(self, fingerprints: dict[int, int], who: str) -> None:
-        """Check that all fingerprints are equal; ``who`` is the word for the owner of each.
-
-        Raises:
-            MisconfigurationException: if they are not.
-        """
-        if len(set(fingerprints.values())) == 1:
-            return
-        listed = ", ".join(f"{who} {n}: {value:08x}" for n, value in fingerprints.items())
-        raise MisconfigurationException(
-            f"In {self.place}, ranks that share a batch were given different ones (checksums: "
-            f"{listed}), so the layers of one would be trained with the labels of another. "
-            "Something that picks or transforms the samples is random in its own way on each rank: "
-            "give the sampler, the dataset or the transform a seed that does not depend on the "
-            "rank, and call `lightning.seed_everything(seed, workers=True)` if loader workers draw "
-            "at random." + see("batches")
-        )
-
-
-def fingerprint(batch: object) -> int:
-    """Return the CRC-32 of values, types and shapes in a batch, in order; 0 if it has no values.
-
-    Of large tensors and arrays it includes some thousand evenly spread elements, which takes tens
-    of microseconds a tensor.
-    """
-    crc = 0
-
-    def add(leaf: object) -> object:
-        nonlocal crc
-        for data in _bytes(leaf):
-            crc = zlib.crc32(data, crc)
-        return leaf
-
-    apply_to_collection(batch, (Tensor, np.ndarray, int, float, complex, str, bytes), add)
-    return crc
-
-
-def _bytes(leaf: Any) -> Iterator[bytes]:
-    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_meta:
-        yield f"{leaf.dtype}{tuple(leaf.shape)}".encode()
-        spread = leaf.detach().reshape(-1)[:: max(1, leaf.numel() // _SAMPLED)]
-        yield spread.cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
-        yield f"{leaf.dtype}{leaf.shape}".encode()
-        yield leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLED)].tobytes()
-    elif not isinstance(leaf, (Tensor, np.ndarray)):
-        yield repr(leaf).encode()
-
-
 Norm = nn.modules.batchnorm._BatchNorm
 
 
@@ -225,34 +142,3 @@ def fewest_samples(module: nn.Module) -> int:
     It does not depend on which norms are in training mode, so that all ranks have the same number.
     """
     return 2 if any(isinstance(part, Norm) for part in module.modules()) else 1
-
-
-def explain_statistics(
-    error: Exception, part: MicroBatch, microbatches: Sequence[MicroBatch]
-) -> None:
-    """Replace torch's error about the statistics of one value by one about micro-batches.
-
-    A compiled layer raises errors of another type, which quote torch's.
-    """
-    count = sum(each.size for each in microbatches)
-    if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
-        return
-    raise MisconfigurationException(
-        f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
-        f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
-        f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
-        f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
-        "smaller)." + see("batches")
-    ) from error
-
-
-def explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
-    """Replace the error of a layer that needs certain numbers of samples."""
-    if len(set(sizes)) == 1 or is_oom_error(error):
-        return
-    raise MisconfigurationException(
-        f"A step raised {type(error).__name__} for one of {len(sizes)} micro-batches, which have "
-        f"{', '.join(map(str, sizes))} samples: {error}\nIf a layer wants certain numbers of them, "
-        "such as pairs, drop_last=True leaves out a last batch that is smaller, and split_batch= "
-        "divides each batch as the layer wants it." + see("batches")
-    ) from error

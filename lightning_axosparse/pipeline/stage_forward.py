@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,11 +26,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing.message import Activation, Reads, Sent
-from lightning_axosparse.pipeline.crossing.placeholder import Progress, described
+from lightning_axosparse.pipeline.crossing.message import NOTHING, Activation, Message, Reads, Sent
+from lightning_axosparse.pipeline.crossing.placeholder import Placeholder, Progress, described
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched, replaced_forward
 from lightning_axosparse.support.torch_internals import (
@@ -165,51 +164,53 @@ FirstInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...],
 """Replaces the arguments of the first layer."""
 
 
-@dataclass
-class Visit:
+@dataclass(kw_only=True)
+class StepRun:
     """One run of the step: on a micro-batch, through one stage, or on the batch, for its end.
 
     The end of the step is a stage after the last one, which has no layers.
+
+    Attributes:
+        stage: the stage.
+        received: the message of the previous stage.
+        sent: the values that the stage sends; None if the step runs to its end.
+        seed_layers: seeds the layers; None if they draw as on one process.
+        ends_behind_layers: whether the return of the last layer ends the step.
+        reads: records the values of other stages that the stage reads; None if they are known.
+        first_inputs: replaces the arguments of the first layer; None to leave them as they are.
+        behind_layers: called with the output of the last layer, if the step continues behind it.
+        behind_layer: called with the output of each other layer of the stage.
+        placeholders: those of earlier stages that may get a gradient, and must not.
+        next_layer: index of the layer that the step is to call next.
+        segment: the current segment of layers, with activation checkpointing.
+        sent_here: the stage's activation, if the step continues behind the last layer.
     """
 
     stage: int
-    microbatch: int
-    received: Activation
-    tensors: Sequence[Tensor]
-    """The tensors in ``received``."""
-    rng: PipelineRNG | None
-    """Seeds the layers; None if they draw as on one process."""
+    received: Message = NOTHING
     sent: Sent | None
-    """The values that the stage sends; None if the step runs to its end."""
-    progress: Progress
+    seed_layers: Callable[[], None] | None = None
     ends_behind_layers: bool = True
-    """Whether the return of the last layer ends the step."""
     reads: Reads | None = None
-    """Records the values of other stages that the stage reads; None if they are known."""
-    modes: Sequence[Mode] = ()
-    """Modes that observe the step, but not the layers."""
     first_inputs: FirstInputs | None = None
-    """Replaces the arguments of the first layer; None to leave them as they are."""
     behind_layers: Callable[[Any], None] | None = None
-    """Called with the output of the last layer, if the step continues behind it."""
     behind_layer: Callable[[Any], None] | None = None
-    """Called with the output of each other layer of the stage."""
-    sent_here: Activation | None = None
-    """The stage's activation, if the step continues behind the last layer."""
-    next_layer: int = 0
-    segment: Segment | None = None
-    """The current segment of layers, with activation checkpointing."""
+
+    placeholders: list[Placeholder] = field(init=False, default_factory=list)
+    next_layer: int = field(init=False, default=0)
+    segment: Segment | None = field(init=False, default=None)
+    sent_here: Activation | None = field(init=False, default=None)
 
     def received_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of earlier stages: those received, and placeholders."""
-        yield from self.tensors
-        yield from self.progress.placeholders
+        yield from self.received.tensors
+        yield from self.placeholders
 
     def validate_placeholders(self) -> None:
         """Check that no placeholder of a value of an earlier stage has a gradient."""
         with plain_torch_functions():
-            used = [each for each in self.progress.placeholders if each.grad is not None]
-        self.progress.placeholders.clear()
+            used = [each for each in self.placeholders if each.grad is not None]
+        self.placeholders.clear()
         if used:
             user = f"Stage {self.stage}" if self.sent is not None else "The end of the step"
             raise MisconfigurationException(
@@ -220,11 +221,11 @@ class Visit:
             )
 
 
-class _Running(NamedTuple):
+class _CurrentRun(NamedTuple):
     """The present run of the step, with the records of its values.
 
     Attributes:
-        visit: the run.
+        run: the run.
         part: indices of the stage's layers; empty for the end of the step.
         side_outputs: records side outputs of layers.
         values: records derived values.
@@ -233,7 +234,7 @@ class _Running(NamedTuple):
         sends: whether a later stage continues the step, and needs values of this one.
     """
 
-    visit: Visit
+    run: StepRun
     part: range
     side_outputs: SideOutputs
     values: DerivedValues
@@ -265,7 +266,7 @@ class PipelinedLayers:
         self._checkpointing = checkpointing
         self._module = nn.ModuleList(layers) if module is None else module
         self._buffers: dict[int, str] = {}
-        self._running: _Running | None = None
+        self._current: _CurrentRun | None = None
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
         self._undo = ExitStack()
@@ -307,22 +308,27 @@ class PipelinedLayers:
         return backward_passes_by(self._run_backward)
 
     @contextmanager
-    def visit(self, visit: Visit) -> Iterator[None]:
-        """Run the step inside the context, and compute the layers of ``visit.stage``."""
-        received, part, sent = visit.received, self.part(visit.stage), visit.sent
+    def running(self, run: StepRun, modes: Sequence[Mode] = ()) -> Iterator[None]:
+        """Run the step inside the context, and compute the layers of ``run.stage``.
+
+        Args:
+            run: the run.
+            modes: modes that observe the step, but not the layers.
+        """
+        received: Activation = run.received.content
+        part, sent = self.part(run.stage), run.sent
+        progress = Progress(run.stage, placeholders=run.placeholders)
         # The end of the step changes the module's own buffers.
         buffers = self._buffers if sent is not None else {}
-        values = DerivedValues(
-            visit.progress, part, received, sent, buffers, self.names, visit.reads
-        )
+        values = DerivedValues(progress, part, received, sent, buffers, self.names, run.reads)
         side_outputs = SideOutputs(
-            self._watched, received.side_outputs, values, visit.progress, sent, visit.reads
+            self._watched, received.side_outputs, values, progress, sent, run.reads
         )
-        modes = [*visit.modes, values] if values.follows else visit.modes
+        modes = [*modes, values] if values.follows else modes
         earlier = self.layers[: part.start]
-        inner = InnerBackward(self._module.parameters, visit.received_tensors, earlier)
+        inner = InnerBackward(self._module.parameters, run.received_tensors, earlier)
         sends = sent is not None
-        self._running = _Running(visit, part, side_outputs, values, inner, modes, sends)
+        self._current = _CurrentRun(run, part, side_outputs, values, inner, modes, sends)
         try:
             with ExitStack() as stack:
                 for mode in modes:
@@ -332,22 +338,22 @@ class PipelinedLayers:
             inner.end()
             side_outputs.end()
             values.end_step(self._module)
-            self._running = None
+            self._current = None
 
-    def end_step(self, visit: Visit, output: Any, may_call_none: bool = False) -> None:
+    def end_step(self, run: StepRun, output: Any, may_call_none: bool = False) -> None:
         """Check at the end of a step that it has called every layer.
 
         Args:
-            visit: the run.
+            run: the run.
             output: the output of the step.
             may_call_none: whether the step may call no layer at all, alike on all stages.
         """
-        if self._running is not None:
-            self._running.values.read(output)
-        called_none = visit.next_layer == 0 and (visit.stage == 0 or visit.received.is_empty)
-        if visit.next_layer < len(self.layers) and not (may_call_none and called_none):
+        if self._current is not None:
+            self._current.values.read(output)
+        called_none = run.next_layer == 0 and (run.stage == 0 or run.received.content.is_empty)
+        if run.next_layer < len(self.layers) and not (may_call_none and called_none):
             raise MisconfigurationException(
-                f"The step returned without calling layer {self.names[visit.next_layer]!r} of the "
+                f"The step returned without calling layer {self.names[run.next_layer]!r} of the "
                 "pipelined container. In a pipeline every step has to call every layer once, in "
                 "order." + see("steps")
             )
@@ -356,80 +362,80 @@ class PipelinedLayers:
         """Return the replacement of a layer's forward; a layer may be at several ``places``."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            running = self._running
-            if running is None:
+            current = self._current
+            if current is None:
                 return self._outside_step(places, compute, *args, **kwargs)
-            visit, part = running.visit, running.part
-            index = visit.next_layer if visit.next_layer in places else places[0]
-            if index != visit.next_layer or visit.received.is_empty:
-                self._refuse_call(visit, index)
-            visit.next_layer += 1
+            run, part = current.run, current.part
+            index = run.next_layer if run.next_layer in places else places[0]
+            if index != run.next_layer or run.received.content.is_empty:
+                self._refuse_call(run, index)
+            run.next_layer += 1
             if index < part.start:
-                output = _replacement(running, index, args, kwargs)
-                if visit.next_layer == len(self.layers):
-                    running.values.begin_stage()
-                    if visit.behind_layers is not None:
-                        visit.behind_layers(output)
+                output = _replacement(current, index, args, kwargs)
+                if run.next_layer == len(self.layers):
+                    current.values.begin_stage()
+                    if run.behind_layers is not None:
+                        run.behind_layers(output)
                 return output
-            with paused(running.modes) if running.modes else nullcontext():
+            with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:
-                    raise StageEdge(_activation(running))
-                if index == 0 and visit.first_inputs is not None:
-                    args, kwargs = visit.first_inputs(args, kwargs)
+                    raise StageEdge(_activation(current))
+                if index == 0 and run.first_inputs is not None:
+                    args, kwargs = run.first_inputs(args, kwargs)
                 if index == part.start:
-                    self._begin(running)
-                output = self._run(running, index, compute, args, kwargs)
-                if visit.next_layer == len(self.layers):
-                    if visit.ends_behind_layers:
-                        raise StageEdge(_activation(running))
-                    _continue(running, output)
-                elif visit.behind_layer is not None:
-                    visit.behind_layer(output)
+                    self._begin(current)
+                output = self._run(current, index, compute, args, kwargs)
+                if run.next_layer == len(self.layers):
+                    if run.ends_behind_layers:
+                        raise StageEdge(_activation(current))
+                    _continue(current, output)
+                elif run.behind_layer is not None:
+                    run.behind_layer(output)
                 return output
 
         return forward
 
     def _run_backward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass; inside a run of the step, it is the user's."""
-        running = self._running
-        if running is None:
+        current = self._current
+        if current is None:
             return own(*args, **kwargs)
-        return running.inner.run(own, *args, **kwargs)
+        return current.inner.run(own, *args, **kwargs)
 
-    def _begin(self, running: _Running) -> None:
+    def _begin(self, current: _CurrentRun) -> None:
         """Prepare for the stage's own layers."""
-        if running.sends:
-            running.side_outputs.watch(running.part)
-        running.values.begin_stage()
-        if running.visit.rng is not None:
-            running.visit.rng.seed_layers(running.visit.microbatch, running.visit.stage)
+        if current.sends:
+            current.side_outputs.watch(current.part)
+        current.values.begin_stage()
+        if current.run.seed_layers is not None:
+            current.run.seed_layers()
 
     def _run(
         self,
-        running: _Running,
+        current: _CurrentRun,
         index: int,
         compute: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Compute a layer of the stage, and record its output and side outputs."""
-        if not running.sends and running.visit.reads is None:
-            return self._compute(running.visit, index, compute, args, kwargs)
-        if running.sends:
-            running.side_outputs.begin_layer(index)
+        if not current.sends and current.run.reads is None:
+            return self._compute(current.run, index, compute, args, kwargs)
+        if current.sends:
+            current.side_outputs.begin_layer(index)
         observed: AbstractContextManager[None] = nullcontext()
-        if running.visit.reads is not None:  # A probe, which records the values that layers read.
+        if current.run.reads is not None:  # A probe, which records the values that layers read.
             is_compiled = self._watched[index].compiled
-            observed = running.values.computing_layer((args, kwargs), is_compiled)
+            observed = current.values.computing_layer((args, kwargs), is_compiled)
         with observed:
-            output = self._compute(running.visit, index, compute, args, kwargs)
-        if running.sends:
-            _record_output(running, index, output)
+            output = self._compute(current.run, index, compute, args, kwargs)
+        if current.sends:
+            _record_output(current, index, output)
         return output
 
     def _compute(
         self,
-        visit: Visit,
+        run: StepRun,
         index: int,
         compute: Callable[..., Any],
         args: tuple[Any, ...],
@@ -439,10 +445,10 @@ class PipelinedLayers:
         checkpointing = self._checkpointing
         if checkpointing is None or not torch.is_grad_enabled():
             return compute(*args, **kwargs)
-        part = self.parts[visit.stage]
-        if visit.segment is None or checkpointing.begins_segment(index - part.start, len(part)):
-            visit.segment = Segment(checkpointing.device, self.remember, checkpointing.count)
-        return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
+        part = self.parts[run.stage]
+        if run.segment is None or checkpointing.begins_segment(index - part.start, len(part)):
+            run.segment = Segment(checkpointing.device, self.remember, checkpointing.count)
+        return run.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
     def _outside_step(
         self, places: Sequence[int], compute: Callable[..., Any], *args: Any, **kwargs: Any
@@ -457,17 +463,17 @@ class PipelinedLayers:
             "module is whole again." + see("values-between-layers")
         )
 
-    def _refuse_call(self, visit: Visit, index: int) -> NoReturn:
-        if visit.received.is_empty:
+    def _refuse_call(self, run: StepRun, index: int) -> NoReturn:
+        if run.received.content.is_empty:
             raise MisconfigurationException(
-                f"The step called layer {self.names[index]!r} on stage {visit.stage}, and no layer "
+                f"The step called layer {self.names[index]!r} on stage {run.stage}, and no layer "
                 "on the stage before it. Whether it calls the layers must depend on what all "
                 "stages have: the batch, its index, the epoch." + see("steps")
             )
         called = self.names[index]
         expected = (
-            f"layer {self.names[visit.next_layer]!r} was next"
-            if visit.next_layer < len(self.layers)
+            f"layer {self.names[run.next_layer]!r} was next"
+            if run.next_layer < len(self.layers)
             else "all layers had been called"
         )
         raise MisconfigurationException(
@@ -480,39 +486,40 @@ class PipelinedLayers:
 
 # Only a layer's own forward is to be compiled.
 @never_compiled
-def _continue(running: _Running, output: Any) -> None:
+def _continue(current: _CurrentRun, output: Any) -> None:
     """Prepare for the step to continue behind the last layer."""
-    if running.sends:
-        running.visit.sent_here = _activation(running)
-    if running.visit.behind_layers is not None:
-        running.visit.behind_layers(output)
+    if current.sends:
+        current.run.sent_here = _activation(current)
+    if current.run.behind_layers is not None:
+        current.run.behind_layers(output)
 
 
 @never_compiled
-def _record_output(running: _Running, index: int, output: Any) -> None:
+def _record_output(current: _CurrentRun, index: int, output: Any) -> None:
     """Record the output and the side outputs of a layer of this stage."""
-    running.side_outputs.end_layer(index)
-    running.values.end_layer(index, output)
+    current.side_outputs.end_layer(index)
+    current.values.end_layer(index, output)
 
 
 @never_compiled
-def _activation(running: _Running) -> Activation:
+def _activation(current: _CurrentRun) -> Activation:
     """Return the activation that a stage sends when the step reaches the next stage."""
-    return running.values.sent()._replace(side_outputs=running.side_outputs.to_send())
+    return current.values.sent()._replace(side_outputs=current.side_outputs.to_send())
 
 
 @never_compiled
 def _replacement(
-    running: _Running, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    current: _CurrentRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the output, on this stage, of a layer of an earlier stage."""
     for unused in (*args, *kwargs.values()):
         await_collective(unused)
-    running.inner.record_arguments(args, kwargs)
-    if running.visit.received.side_outputs:
-        with running.values.replaying():
-            running.side_outputs.replay(index)
-    output = running.visit.received.output
-    is_received = index == running.part.start - 1
-    with paused(running.modes):
-        return running.values.replace_output(index, output if is_received else described(output))
+    current.inner.record_arguments(args, kwargs)
+    received: Activation = current.run.received.content
+    if received.side_outputs:
+        with current.values.replaying():
+            current.side_outputs.replay(index)
+    is_received = index == current.part.start - 1
+    output = received.output if is_received else described(received.output)
+    with paused(current.modes):
+        return current.values.replace_output(index, output)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.batch_layout import copied
+from lightning_axosparse.pipeline.batch_layout import copied_batch
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
+    NOTHING,
     Activation,
     Crossing,
     Gradients,
@@ -22,34 +26,30 @@ from lightning_axosparse.pipeline.crossing.message import (
     Reads,
     Sent,
 )
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead, Progress
-from lightning_axosparse.pipeline.joining import Layouts
-from lightning_axosparse.pipeline.microbatch import (
-    BatchFingerprint,
-    MicroBatch,
-    explain_sizes,
-    explain_statistics,
-)
+from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
+from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.joining import SampleLayouts
+from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.stage_forward import (
     FirstInputs,
     Mode,
     PipelinedLayers,
     StageEdge,
-    Visit,
+    StepRun,
 )
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 
-EMPTY = Activation()
-NOTHING = Message(EMPTY, ())
-"""The message of a stage that sends nothing."""
 
-Again: TypeAlias = Literal["", "draws", "reads", "has other effects", "calls others"]
-"""Why a batch has to run again: the step draws random numbers outside the layers, and micro-batches
-have drawn their own; it reads a value that was not sent; it has other effects than to log means and
-return a loss; or it calls functions that were not compared.
-"""
+class Rerun(Enum):
+    """Why a batch has to run again."""
+
+    DRAWS = "micro-batches have drawn random numbers of their own outside the layers"
+    READS = "the step reads a value that was not sent"
+    HAS_OTHER_EFFECTS = "the step has other effects than to log means and return a loss"
+    CALLS_OTHERS = "the step calls functions that were not compared"
+    IS_NO_MEAN = "the loss of the batch does not follow from those of its micro-batches"
 
 
 class LossBackward(Protocol):
@@ -116,7 +116,7 @@ class Batch:
     fingerprint: BatchFingerprint
     effects: Effects
     crossing: Crossing | None = None
-    layouts: Layouts = field(default_factory=Layouts)
+    layouts: SampleLayouts = field(default_factory=SampleLayouts)
     numbers: Mapping[int, SampledNumbers] = field(default_factory=dict)
     of_pass: Callable[[int | None], AbstractContextManager[None]] = lambda stage: nullcontext()
     failures: list[str] = field(default_factory=list)
@@ -130,22 +130,24 @@ class Batch:
         """Return the values that a stage sends."""
         return Sent() if self.crossing is None else self.crossing[stage]
 
-    def observed(
-        self, part: MicroBatch, visit: Visit, counts: bool = False
-    ) -> AbstractContextManager[None]:
-        """Observe a run; return a context in which it draws the random numbers of its samples.
+    def observers(
+        self, part: MicroBatch, stage: int, counts: bool = False
+    ) -> tuple[Sequence[Mode], AbstractContextManager[None]]:
+        """Return what observes a run.
 
         Args:
             part: the micro-batch, or the whole batch.
-            visit: the run.
+            stage: the stage that it runs through.
             counts: whether it is the run whose effects count.
+
+        Returns:
+            The modes of the run, and a context in which it draws the random numbers of its samples.
         """
-        visit.modes = [*self.effects.modes, *visit.modes]
-        numbers = self.numbers.get(visit.stage)
+        modes, numbers = self.effects.modes, self.numbers.get(stage)
         if numbers is None:
-            return nullcontext()
-        visit.modes = [numbers, *visit.modes]
-        return numbers.of(part.begin, part.begin + part.size, counts)
+            return modes, nullcontext()
+        drawn = numbers.of(part.begin, part.begin + part.size, counts)
+        return [numbers, *modes], drawn
 
     def called(self, part: Any) -> Any:
         """Call the step on a micro-batch, or the whole batch; return its output."""
@@ -173,9 +175,6 @@ class StageStep:
         rng: seeds the layers.
         first_inputs: returns the function that replaces the first layer's inputs in a micro-batch.
     """
-
-    _reads: Reads | None = None
-    """Records the values of other stages that the stage reads; None if they are known."""
 
     def __init__(
         self,
@@ -205,59 +204,101 @@ class StageStep:
         if received.content.has_failed:
             return Activation(has_failed=True)
         try:
-            return self._passed(self._visit(microbatch, received), microbatch)
+            return self._passed(self._new_run(microbatch, received), microbatch)
         except FirstRead:
             return Activation(has_failed=True)
 
-    def _visit(self, microbatch: int, received: Message) -> Visit:
+    def _new_run(self, microbatch: int, received: Message) -> StepRun:
+        """Create the run of the step on a micro-batch."""
         if received is not NOTHING:
             self.batch.fingerprint.validate(received.content.fingerprint, self.stage)
         part = self.batch.microbatches[microbatch]
-        return Visit(
-            self.stage,
-            microbatch,
-            received.content,
-            received.tensors,
-            self._rng,
-            self.batch.sent(self.stage),
-            Progress(self.stage),
-            reads=self._reads,
+        return StepRun(
+            stage=self.stage,
+            received=received,
+            sent=self.batch.sent(self.stage),
+            seed_layers=partial(self._rng.seed_layers, microbatch, self.stage),
             first_inputs=self._first_inputs(part) if self.stage == 0 else None,
         )
 
-    def _passed(self, visit: Visit, microbatch: int) -> Activation:
+    def _passed(self, run: StepRun, microbatch: int) -> Activation:
         """Run the step up to the end of this stage, and undo its effects."""
         part = self.batch.microbatches[microbatch]
         try:
             with self.batch.effects.discarded():
-                self._run_step(visit, part)
+                self._run_step(run, part, copied_batch(part.batch))
                 activation = Activation(is_empty=True)  # It has called no layer.
         except StageEdge as edge:
             activation = edge.activation
-        return activation._replace(fingerprint=self.batch.fingerprint.fingerprint)
+        return activation._replace(fingerprint=self.batch.fingerprint.checksum)
 
-    def _run_step(self, visit: Visit, part: MicroBatch, modes: Sequence[Mode] = ()) -> Any:
-        """Run the step on a copy of a micro-batch, which it may change."""
+    def _run_step(
+        self, run: StepRun, part: MicroBatch, batch_part: Any, modes: Sequence[Mode] = ()
+    ) -> Any:
+        """Run the step on ``batch_part``, a copy of a micro-batch, which it may change."""
         batch = self.batch
-        visit.modes = modes
+        observing, numbers = batch.observers(part, self.stage)
         self._rng.begin_run()
         try:
-            batch_part = copied(part.batch)
-            self._begin_run(batch_part, part, visit)
-            with batch.of_pass(self.stage), batch.observed(part, visit):
-                with self._layers.visit(visit), batch.precision():
+            with batch.of_pass(self.stage), numbers:
+                with self._layers.running(run, [*observing, *modes]), batch.precision():
                     output = batch.called(batch_part)
-                    self._layers.end_step(visit, output, self._may_call_no_layer)
+                    self._layers.end_step(run, output, self._may_call_no_layer)
                     return output
         except (ValueError, RuntimeError) as error:
-            explain_statistics(error, part, batch.microbatches)
-            explain_sizes(error, batch.sizes)
+            _explain_statistics(error, part, batch.microbatches)
+            _explain_sizes(error, batch.sizes)
             raise
 
     _may_call_no_layer = True
 
-    def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
-        """Prepare for a run on ``batch_part``, the copy of a micro-batch."""
+
+def _explain_statistics(
+    error: Exception, part: MicroBatch, microbatches: Sequence[MicroBatch]
+) -> None:
+    """Replace torch's error about the statistics of one value by one about micro-batches.
+
+    A compiled layer raises errors of another type, which quote torch's.
+    """
+    count = sum(each.size for each in microbatches)
+    if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
+        return
+    raise MisconfigurationException(
+        f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
+        f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
+        f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
+        f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
+        "smaller)." + see("batches")
+    ) from error
+
+
+def _explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
+    """Replace the error of a layer that needs certain numbers of samples."""
+    if len(set(sizes)) == 1 or is_oom_error(error):
+        return
+    raise MisconfigurationException(
+        f"A step raised {type(error).__name__} for one of {len(sizes)} micro-batches, which have "
+        f"{', '.join(map(str, sizes))} samples: {error}\nIf a layer wants certain numbers of them, "
+        "such as pairs, drop_last=True leaves out a last batch that is smaller, and split_batch= "
+        "divides each batch as the layer wants it." + see("batches")
+    ) from error
+
+
+class KeepingStep(StageStep):
+    """The forward passes of one stage, which keeps its activations.
+
+    Attributes:
+        activations: one for each micro-batch.
+    """
+
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self.activations: list[Activation] = []
+
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
+        """Run the user's step on a micro-batch, up to the next stage's first layer."""
+        self.activations.append(super().forward(microbatch, received))
+        return self.activations[-1]
 
 
 class ProbingStep(StageStep):
@@ -270,7 +311,8 @@ class ProbingStep(StageStep):
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
-        self._reads = self.reads = Reads()
+        self.reads = Reads()
+        """Records the values of other stages that the stage reads."""
         self.activation: Activation | None = None
         """The activation of the stage."""
 
@@ -279,12 +321,12 @@ class ProbingStep(StageStep):
         self.activation = Activation(has_failed=True)
         if received is not None and received.content.has_failed:
             return self.activation
-        visit = self._visit(microbatch, received or NOTHING)
+        run = replace(self._new_run(microbatch, received or NOTHING), reads=self.reads)
         try:
-            self.activation = self._passed(visit, microbatch)
+            self.activation = self._passed(run, microbatch)
         except Exception:  # The step raises it again when it trains.
             return self.activation
-        self.reads.is_complete = visit.next_layer > 0
+        self.reads.is_complete = run.next_layer > 0
         return self.activation
 
 
@@ -311,11 +353,11 @@ class TrainingStageStep(StageStep):
         self._backward = self.batch.backward
         self._limit, self._is_first_here = limit, is_first_here
         self._deferred, self._end_backward = deferred, end_backward
-        self._visits: dict[int, Visit] = {}
+        self._runs: dict[int, StepRun] = {}
         self.is_void = False
         """Whether these gradients are dropped, as the batch has to run again."""
-        self.again: Again = ""
-        """The reason, on the last stage, if the batch can run again in the same way."""
+        self.rerun: Rerun | None = None
+        """Why, on the last stage."""
         self.output: Any = None
         """The output of the step on the whole batch, on the last stage."""
 
@@ -335,10 +377,10 @@ class TrainingStageStep(StageStep):
         if is_final:
             assert gradients.factor is not None
             self._backward.begin_last(gradients.factor, self._deferred)
-        visit = self._visits.pop(microbatch, None)
+        run = self._runs.pop(microbatch, None)
         self._differentiate(microbatch, sent, gradients)
-        if visit is not None:
-            visit.validate_placeholders()
+        if run is not None:
+            run.validate_placeholders()
         if is_final:
             self._end_backward()
             for parameter in self._deferred:
@@ -352,11 +394,11 @@ class TrainingStageStep(StageStep):
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         propagate(sent, gradients.tensors)
 
-    def _passed(self, visit: Visit, microbatch: int) -> Activation:
+    def _passed(self, run: StepRun, microbatch: int) -> Activation:
         """Run the step, and measure the memory that it has saved when ``StageEdge`` ends it."""
-        self._visits[microbatch] = visit
-        with self._limit.measured(self.stage, visit.tensors):
-            return super()._passed(visit, microbatch)
+        self._runs[microbatch] = run
+        with self._limit.measured(self.stage, run.received.tensors):
+            return super()._passed(run, microbatch)
 
 
 def propagate(sent: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:

@@ -14,23 +14,23 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch_layout import copied
-from lightning_axosparse.pipeline.crossing.message import Activation, Gradients, Message, Reads
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead, Progress
-from lightning_axosparse.pipeline.joining import (
-    Joined,
-    join,
-    sent_tensors,
+from lightning_axosparse.pipeline.batch_layout import copied_batch
+from lightning_axosparse.pipeline.crossing.message import (
+    EMPTY,
+    Activation,
+    Gradients,
+    Message,
+    Reads,
 )
+from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
+from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.stage_forward import Mode, PipelinedLayers, Visit
+from lightning_axosparse.pipeline.stage_forward import Mode, PipelinedLayers, StepRun
 from lightning_axosparse.pipeline.stage_step import (
-    EMPTY,
-    NOTHING,
-    Again,
     Batch,
+    Rerun,
     StageStep,
     TrainingStageStep,
     loss_of,
@@ -40,8 +40,8 @@ from lightning_axosparse.pipeline.stage_step import (
 class RunAgain(BaseException):
     """Ends a run whose effects are dropped, as the batch has to run again."""
 
-    def __init__(self, why: Again) -> None:
-        super().__init__(why)
+    def __init__(self, why: Rerun) -> None:
+        super().__init__(why.value)
         self.why = why
 
 
@@ -50,7 +50,7 @@ class StepEnd:
 
     def __init__(self, batch: Batch, layers: PipelinedLayers, rng: PipelineRNG) -> None:
         self._batch, self._layers, self._rng = batch, layers, rng
-        self._ended: tuple[Joined, Visit] | None = None
+        self._ended: tuple[Joined, StepRun] | None = None
         """The layer outputs of the run that counts, and the run."""
 
     def join(self, activations: Sequence[Activation]) -> Joined:
@@ -66,29 +66,33 @@ class StepEnd:
             RunAgain: if the batch has to run again.
         """
         if any(each.has_failed for each in activations):
-            raise RunAgain("reads")
+            raise RunAgain(Rerun.READS)
         batch = self._batch
         joined = self.join(activations)
-        visit = self._visit(joined.activation, joined.tensors)
-        self._ended = joined, visit
-        if not batch.numbers:
-            visit.behind_layers = self._check_drawn
+        run = StepRun(
+            stage=self._layers.end,
+            received=Message(joined.activation, joined.tensors),
+            sent=None,
+            behind_layers=None if batch.numbers else self._check_drawn,
+        )
+        part = batch.whole
+        self._ended = joined, run
         with batch.effects.counted():
             try:
-                return self._called(batch.whole, visit, batch.whole.batch, True, may_call_none)
+                return self._called(part, run, part.batch, counts=True, may_call_none=may_call_none)
             except FirstRead as error:
-                raise RunAgain("reads") from error
+                raise RunAgain(Rerun.READS) from error
 
     def gradients(self) -> list[list[Tensor | None]]:
         """Return the gradients of each micro-batch's layer outputs, after the backward pass."""
         assert self._ended is not None
-        (joined, visit), self._ended = self._ended, None
-        visit.validate_placeholders()
+        (joined, run), self._ended = self._ended, None
+        run.validate_placeholders()
         return joined.gradients(self._batch.sizes)
 
     def _check_drawn(self, output: Any) -> None:
         if self._rng.has_drawn():
-            raise RunAgain("draws")
+            raise RunAgain(Rerun.DRAWS)
 
     def rehearse(
         self,
@@ -107,28 +111,36 @@ class StepEnd:
             reads: records the values of the stages that the step reads.
             tracked: tracks the samples in the inputs of the step.
         """
-        visit = self._visit(message.content, message.tensors)
-        visit.reads, visit.modes = reads, modes
-        batch_part = copied(part.batch)
+        batch_part = copied_batch(part.batch)
         if tracked is not None:
             tracked.begin_run(batch_part, part, message.content)
-            visit.behind_layers = tracked.track_output
-        return self._called(part, visit, batch_part, counts=False, may_call_none=True)
+        run = StepRun(
+            stage=self._layers.end,
+            received=message,
+            sent=None,
+            reads=reads,
+            behind_layers=None if tracked is None else tracked.track_output,
+        )
+        return self._called(part, run, batch_part, modes, may_call_none=True)
 
     def _called(
-        self, part: MicroBatch, visit: Visit, batch_part: Any, counts: bool, may_call_none: bool
+        self,
+        part: MicroBatch,
+        run: StepRun,
+        batch_part: Any,
+        modes: Sequence[Mode] = (),
+        *,
+        counts: bool = False,
+        may_call_none: bool,
     ) -> Any:
         batch = self._batch
         self._rng.begin_run(is_whole=part is batch.whole)
-        observed = batch.observed(part, visit, counts)
-        with batch.of_pass(None), observed, self._layers.visit(visit), batch.precision():
-            output = batch.called(batch_part)
-            self._layers.end_step(visit, output, may_call_none)
+        observing, numbers = batch.observers(part, run.stage, counts)
+        with batch.of_pass(None), numbers:
+            with self._layers.running(run, [*observing, *modes]), batch.precision():
+                output = batch.called(batch_part)
+                self._layers.end_step(run, output, may_call_none)
         return output
-
-    def _visit(self, activation: Activation, tensors: Sequence[Tensor]) -> Visit:
-        end = self._layers.end
-        return Visit(end, -1, activation, tensors, self._rng, None, Progress(end))
 
 
 class WholeStep(StageStep):
@@ -137,12 +149,11 @@ class WholeStep(StageStep):
     def run(self) -> Any:
         """Run the user's step, let its effects count, and return its output."""
         batch = self.batch
-        visit = Visit(self.stage, 0, *NOTHING, None, None, Progress(self.stage))
-        visit.ends_behind_layers = False
+        run = StepRun(stage=self.stage, sent=None, ends_behind_layers=False)
         self._rng.begin_run(is_whole=True)
-        with batch.effects.counted(), self._layers.visit(visit), batch.precision():
+        with batch.effects.counted(), self._layers.running(run), batch.precision():
             output = batch.called(batch.whole.batch)
-            self._layers.end_step(visit, output, self._may_call_no_layer)
+            self._layers.end_step(run, output, self._may_call_no_layer)
         return output
 
 
@@ -188,7 +199,7 @@ class EndedStageStep(TrainingStageStep):
         try:
             self.output = self._end.run(self._activations)
         except RunAgain as error:
-            self.is_void, self.again = True, error.why
+            self.is_void, self.rerun = True, error.why
             self._gradients = [[None] * len(sent_tensors(each)) for each in self._activations]
             return
         self._backward.differentiate(loss_of(self.output))

@@ -12,14 +12,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch_layout import copied
-from lightning_axosparse.pipeline.crossing.placeholder import Progress
+from lightning_axosparse.pipeline.batch_layout import copied_batch
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
 from lightning_axosparse.pipeline.joining import Axis, axes
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.stage_forward import FirstInputs, PipelinedLayers, Visit
-from lightning_axosparse.pipeline.stage_step import NOTHING, Batch
+from lightning_axosparse.pipeline.stage_forward import FirstInputs, PipelinedLayers, StepRun
+from lightning_axosparse.pipeline.stage_step import Batch
 from lightning_axosparse.support.object_trees import object_leaves, object_map
 
 
@@ -52,14 +51,13 @@ class StepFront:
     def run(self) -> None:
         """Run the step up to its first layer; the first micro-batch raises its error, if any."""
         batch = self._batch
-        visit = Visit(0, -1, *NOTHING, self._rng, batch.sent(0), Progress(0))
-        visit.first_inputs = _raise_first_layer
+        run = StepRun(stage=0, sent=batch.sent(0), first_inputs=_raise_first_layer)
         self._rng.begin_run(is_whole=True)
-        observed = batch.observed(batch.whole, visit)
+        modes, numbers = batch.observers(batch.whole, 0)
         try:
-            with batch.effects.discarded(), batch.of_pass(None), observed:
-                with self._layers.visit(visit), batch.precision():
-                    batch.called(copied(batch.whole.batch))
+            with batch.effects.discarded(), batch.of_pass(None), numbers:
+                with self._layers.running(run, modes), batch.precision():
+                    batch.called(copied_batch(batch.whole.batch))
         except _FirstLayer as first:
             self._inputs = {key: object_leaves(v, Tensor) for key, v in first.arguments.items()}
         except Exception as error:

@@ -117,7 +117,7 @@ class Config(Plugins):
         self._check_shared_layers()
 
     @property
-    def parts(self) -> int:
+    def microbatch_count(self) -> int:
         """Micro-batches per batch and replica."""
         return self.microbatches or (4 * self.g_inter if self.g_inter > 1 else 1)
 
@@ -133,9 +133,9 @@ class Config(Plugins):
         return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
     @property
-    def pipelines(self) -> bool:
+    def runs_pipeline(self) -> bool:
         """Whether there are stages or micro-batches, or layers that are computed again."""
-        split = self.g_inter > 1 or self.parts > 1 or self.shares_layers
+        split = self.g_inter > 1 or self.microbatch_count > 1 or self.shares_layers
         return split or self.recompute is not None
 
     @property

@@ -176,7 +176,7 @@ class PipelineStrategy(MPIStrategy):
         partition = layers.partition()
         if trainer.state.fn == TrainerFn.FITTING:
             self._configure_optimizers(trainer)
-            advise_on_batch_norm(self._module, self.config.parts)
+            advise_on_batch_norm(self._module, self.config.microbatch_count)
             if self._tensors is not None:
                 advise_on_dropout(self._module)
             # Those of an earlier fit may belong to another module.

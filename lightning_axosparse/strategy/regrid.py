@@ -248,6 +248,6 @@ class Regrid:
             move_tensors(module.sharding, partition.parts, transfer, old, new)
             release_freed_memory()
         self._runner.open(module)
-        moved = Regridded(old, new, epoch, time() - began, self._runner.parts)
+        moved = Regridded(old, new, epoch, time() - began, self._runner.microbatch_count)
         rank_zero_info(str(moved))
         return moved

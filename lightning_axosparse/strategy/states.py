@@ -128,7 +128,7 @@ class Running:
         self.runner: StepRunner | WholeStepRunner
         self.regrid: Regrid | None = None
         steps_in_parts = self.shards is not None
-        if config.pipelines:
+        if config.runs_pipeline:
             free = partial(free_bytes, stage_module.device, strategy.ranks_on_device)
             rule = InFlightRule(
                 config.in_flight,
@@ -160,7 +160,7 @@ class Running:
             undo.enter_context(acting_together(trainer))
         for average in weight_averages(trainer):
             stage_module.sharding.shard_copy(average)
-            stage_module.parts.divide_copy(average)
+            stage_module.weight_parts.divide_copy(average)
         if not stage_module.is_whole:
             undo.enter_context(parameters_told_apart_by_identity())
         if grid.rank != grid.first_rank(grid.g_inter - 1):
@@ -184,7 +184,7 @@ class Running:
 
         They are yielded one by one where parameters are put together for it; collective.
         """
-        parts = self.stage_module.parts
+        parts = self.stage_module.weight_parts
         if self.shards is None and not parts:
             yield masks
             return

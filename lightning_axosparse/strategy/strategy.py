@@ -142,7 +142,7 @@ class AxoSparseStrategy(PipelineStrategy):
     @property
     def microbatches(self) -> int:
         """Micro-batches per batch and replica."""
-        return self.config.parts
+        return self.config.microbatch_count
 
     @property
     def has_step_outputs(self) -> bool:
@@ -213,7 +213,7 @@ class AxoSparseStrategy(PipelineStrategy):
         be read only.
         """
         held, sparse = self.held_parameters(), layouts(self._module)
-        parts = self._state.stage_module.parts.parameters
+        parts = self._state.stage_module.weight_parts.parameters
 
         def read(name: str) -> Stored:
             weight = held[name]

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -35,13 +35,21 @@ from lightning_axosparse.support.troubleshooting import few, see, without_link
 
 _log = logging.getLogger(__name__)
 
+
+@runtime_checkable
+class NeedsWholeWeights(Protocol):
+    """A callback that takes the weights that a rank has for all of them."""
+
+    needs_whole_weights: Literal[True]
+
+
 # A run
 
 
 def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
     """Check that the module and the callbacks of a run can do without a process that has it all."""
     module = trainer.lightning_module
-    if config.pipelines:
+    if config.runs_pipeline:
         validate_steps(module, trainer.state.fn)
         if trainer.state.fn == TrainerFn.FITTING:
             validate_module(module)
@@ -170,9 +178,7 @@ def validate_whole_weights(config: Config, callbacks: Sequence[Callback]) -> Non
     if ranks == 1:
         ranks, name = config.experts.ranks, "expert_parallel"
     for callback in callbacks:
-        own = type(callback).__module__.startswith("lightning_axosparse.callbacks")
-        own &= not hasattr(callback, "prunes_at_start")
-        if own:
+        if isinstance(callback, NeedsWholeWeights):
             raise MisconfigurationException(
                 f"{type(callback).__name__} does not work with {name}={ranks}: it "
                 "would take the part of a weight that a rank has for all of it. Leave one of the "
@@ -237,7 +243,7 @@ def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
 
 def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data: int) -> None:
     """Check that the ranks can step the optimizers, each its own parameters."""
-    if len(optimizers) > 1 and config.pipelines:
+    if len(optimizers) > 1 and config.runs_pipeline:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise MisconfigurationException(
             f"`configure_optimizers` returned {len(optimizers)} optimizers ({names}), which takes"
@@ -248,7 +254,7 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
             + see("optimizers")
         )
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS) and (config.pipelines or g_data > 1):
+        if isinstance(optimizer, LBFGS) and (config.runs_pipeline or g_data > 1):
             raise MisconfigurationException(
                 f"`configure_optimizers` returned {type(optimizer).__name__}, which calls the"
                 " closure as often as the loss and the gradients of all parameters want, but each"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_axosparse.pruning.rule import Stored
 from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from tests.quiet import QUIET
 
 
@@ -40,6 +43,7 @@ class PartialStrategy(SingleDeviceStrategy):
     """Trains on one device; reports every ``stages``-th parameter as those on this rank."""
 
     microbatches = 1
+    parallel_devices = (torch.device("cpu"),)
 
     def __init__(self, stages=1, stage=0, inter_group=None, data_group=None):
         super().__init__(torch.device("cpu"))
@@ -85,6 +89,12 @@ class PartialStrategy(SingleDeviceStrategy):
 
     def use_freed_memory(self):
         self.draws += 1
+
+    def block_backward_sync(self):
+        return nullcontext()
+
+
+AxoSparseStrategy.register(PartialStrategy)
 
 
 def seeded_model(**settings):

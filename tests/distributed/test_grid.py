@@ -77,9 +77,9 @@ def test_a_tensor_group_that_does_not_divide_the_world_raises():
 
 def test_ranks_are_grouped_by_what_they_have_in_common():
     grid = Grid(16, 2, rank=6, g_tensor=2, g_expert=2)
-    assert (grid.replica, grid.copy, grid.expert_rank) == (1, 0, 1)
-    assert grid.ranks_by(lambda g: g.copy) == [[*range(8)], [*range(8, 16)]]
-    with_experts_of_a_stage = grid.ranks_by(lambda g: (g.copy, g.tensor_rank, g.stage), {0})
+    assert (grid.replica, grid.copy_index, grid.expert_rank) == (1, 0, 1)
+    assert grid.ranks_by(lambda g: g.copy_index) == [[*range(8)], [*range(8, 16)]]
+    with_experts_of_a_stage = grid.ranks_by(lambda g: (g.copy_index, g.tensor_rank, g.stage), {0})
     assert with_experts_of_a_stage == [[1, 5], [3, 7], [9, 13], [11, 15]]
     same_experts = grid.ranks_by(lambda g: (g.expert_rank, g.stage))
     assert same_experts == [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]]

@@ -17,8 +17,8 @@ from lightning_axosparse.pipeline.crossing.message import Activation, Place, Sid
 from lightning_axosparse.pipeline.crossing.placeholder import Unsent
 from lightning_axosparse.pipeline.joining import (
     Axis,
-    Layout,
-    Layouts,
+    SampleLayout,
+    SampleLayouts,
     axes,
     best_layout,
     gradients_of,
@@ -83,11 +83,11 @@ def test_views_of_a_sample_may_follow_one_another() -> None:
     assert (found, difference) == (Axis(0, 2, 2), 0)
 
 
-LAYOUTS: tuple[Layout, ...] = (Axis(0), Axis(0, 2, 2), "alike", "mean", "sum")
+LAYOUTS: tuple[SampleLayout, ...] = (Axis(0), Axis(0, 2, 2), "alike", "mean", "sum")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_parts_are_those_through_joining(layout: Layout) -> None:
+def test_gradients_of_parts_are_those_through_joining(layout: SampleLayout) -> None:
     rows = layout.rows if isinstance(layout, Axis) else 0
     shapes = [(rows * size, 2) if rows else (2,) for size in SIZES]
     parts = [torch.rand(shape, requires_grad=True) for shape in shapes]
@@ -125,7 +125,7 @@ def test_activations_join_as_was_learned() -> None:
     known, differences = learn(whole, parts, SIZES, largest_difference)
     assert max(by for _, by in differences) < 1e-6
     assert list(known.values()) == [Axis(0), Axis(0), Axis(1), Axis(0), "mean", "alike"]
-    joined = join(parts, SIZES, Layouts(dict(known)), str)
+    joined = join(parts, SIZES, SampleLayouts(dict(known)), str)
     assert joined.activation.output[0].name == "own"
     assert joined.activation.forms == whole.forms
     sent = sent_tensors(whole)
@@ -147,13 +147,13 @@ def test_activations_join_as_was_learned() -> None:
 
 def test_activations_join_by_their_shapes_where_nothing_was_learned() -> None:
     whole, parts = activations()
-    joined = join(parts, SIZES, Layouts(), str)
+    joined = join(parts, SIZES, SampleLayouts(), str)
     torch.testing.assert_close(joined.tensors[0].detach(), whole.output[0].x.detach())
     assert joined.layouts == [Axis(0), Axis(0), Axis(1), "alike", "alike"]
 
 
 def test_a_layout_that_does_not_fit_any_longer_is_found_anew() -> None:
-    layouts = Layouts({"key": Axis(1, 2)})
+    layouts = SampleLayouts({"key": Axis(1, 2)})
     parts = [torch.rand(4, 2 * size) for size in SIZES]
     assert layouts.of("key", parts, SIZES) == Axis(1, 2)
     assert layouts.of("key", [part.t() for part in parts], SIZES) == Axis(0, 2)
@@ -166,7 +166,7 @@ def ragged(size: int) -> Tensor:
 
 def refused(parts: Sequence[Activation]) -> str:
     with pytest.raises(MisconfigurationException) as raised:
-        join(parts, SIZES, Layouts(), lambda layer: f"layers.{layer}")
+        join(parts, SIZES, SampleLayouts(), lambda layer: f"layers.{layer}")
     return str(raised.value)
 
 

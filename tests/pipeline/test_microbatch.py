@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,11 +15,9 @@ from torch.utils.data import DataLoader
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.pipeline.batch_layout import BatchLayout
 from lightning_axosparse.pipeline.microbatch import (
-    BatchFingerprint,
     counted,
     even_parts,
     fewest_samples,
-    fingerprint,
     samples,
     split,
 )
@@ -115,52 +112,6 @@ def test_even_parts_divide_the_batch(samples: int, wanted: int, fewest: int) -> 
     assert samples % parts == 0
     assert samples // parts >= fewest or parts == 1
     assert samples % wanted or samples // wanted < fewest or parts == wanted
-
-
-@given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=6), st.integers(0, 5))
-def test_fingerprint_sees_every_value(values: list[float], position: int) -> None:
-    tensor = torch.tensor(values)
-    other = tensor.clone()
-    other[position % len(values)] += 1.0
-    nested = {"x": [tensor, "a"], "y": 1}
-    assert fingerprint(nested) == fingerprint({"x": [tensor.clone(), "a"], "y": 1})
-    if not torch.equal(tensor, other):
-        assert fingerprint(nested) != fingerprint({"x": [other, "a"], "y": 1})
-
-
-def test_fingerprint_sees_types_shapes_and_order() -> None:
-    x = torch.arange(6.0)
-    variants = [x, x.double(), x.bfloat16(), x.view(2, 3), x.view(2, 3).T, x.flip(0), x > 2]
-    variants += [x.to(torch.complex64), [x], x.numpy(), ["a", "b"], ["b", "a"], [1], [1.0], []]
-    prints = [fingerprint(variant) for variant in variants]
-    assert fingerprint([x]) == fingerprint(x)
-    assert len(set(prints)) == len(prints) - 1
-
-
-def test_of_large_tensors_some_elements_are_seen() -> None:
-    x = torch.zeros(1_000_003)
-    y = x + 1e-3 * torch.randn_like(x)
-    assert fingerprint(x) != fingerprint(y)
-    assert fingerprint(x.numpy()) != fingerprint(y.numpy())
-    assert fingerprint(x) != fingerprint(x[:-1])
-
-
-def test_what_has_no_values_is_left_out() -> None:
-    assert fingerprint([object(), None]) == 0
-    assert fingerprint(torch.empty(3, device="meta")) == 0
-    assert fingerprint(np.array([object()])) == 0
-
-
-def test_another_batch_is_refused_by_stage_and_place() -> None:
-    identity = BatchFingerprint(7, "batch 3 of training epoch 1")
-    identity.validate(7, 2)
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"batch 3 of training epoch 1.*stage 1: 00000008, stage 2: 00000007.*seed",
-    ):
-        identity.validate(8, 2)
-    with pytest.raises(MisconfigurationException, match="replica 4: 00000007, replica 5: 00000001"):
-        identity.compare({4: 7, 5: 1}, "replica")
 
 
 WIDTH = 4

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -98,6 +98,9 @@ class TrainingReport(L.Callback):
     Raises:
         MisconfigurationException: if an argument is out of range.
     """
+
+    needs_whole_weights: Literal[True] = True
+    """Ranks may not have parts of weights."""
 
     @checked(
         MisconfigurationException,

@@ -208,6 +208,10 @@ class Message(NamedTuple):
     tensors: Sequence[Tensor]
 
 
+EMPTY = Activation()
+NOTHING = Message(EMPTY, ())
+"""The message of a stage that sends nothing."""
+
 _ALIGNMENT = 16  # bytes; a multiple of every element size, so that each tensor can be a view
 
 

@@ -140,14 +140,7 @@ def without_values(
 
     def stand_in(tensor: Tensor) -> Tensor:
         if id(tensor) not in given:
-            # A placeholder is one number, seen with strides of zero.
-            if tensor.layout is not torch.strided or 0 in tensor.stride():
-                meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            else:
-                meta = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-                )
-            given[id(tensor)] = tensor, meta.requires_grad_(tensor.requires_grad)
+            given[id(tensor)] = tensor, _meta_like(tensor)
         return given[id(tensor)][1]
 
     # Inference tensors have no versions.
@@ -180,6 +173,17 @@ def without_values(
         result = tree_map_only(Tensor, described, result)
     made = Unsent in map(type, tree_leaves(result))
     return Outcome(result, made, tuple(changed))
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    """Return a meta tensor with the shape and the strides of another one."""
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": "meta"}
+    # A placeholder is one number, seen with strides of zero.
+    if tensor.layout is not torch.strided or 0 in tensor.stride():
+        meta = torch.empty(tensor.shape, **options)
+    else:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), **options)
+    return meta.requires_grad_(tensor.requires_grad)
 
 
 def _device(tensors: list[Tensor]) -> str:

@@ -8,6 +8,7 @@ runs again as a whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,22 +16,23 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.crossing.message import Activation, Gradients, Message, relink
+from lightning_axosparse.pipeline.batch_layout import copied_batch
+from lightning_axosparse.pipeline.crossing.message import (
+    EMPTY,
+    NOTHING,
+    Activation,
+    Gradients,
+    Message,
+    relink,
+)
 from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
 from lightning_axosparse.pipeline.joining import Axis, axes, keyed_values
 from lightning_axosparse.pipeline.loss.operators import Note, Total
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.loss.weights import LossWeights
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.stage_forward import Visit
-from lightning_axosparse.pipeline.stage_step import (
-    EMPTY,
-    NOTHING,
-    Again,
-    Batch,
-    TrainingStageStep,
-    loss_of,
-)
+from lightning_axosparse.pipeline.stage_forward import StepRun
+from lightning_axosparse.pipeline.stage_step import Batch, Rerun, TrainingStageStep, loss_of
 from lightning_axosparse.support.object_trees import object_leaves
 
 
@@ -156,51 +158,60 @@ class PartedStageStep(TrainingStageStep):
     def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, to its end."""
         part, tracked = self.batch.microbatches[microbatch], self.tracked
-        visit: Visit | None = None
+        run: StepRun | None = None
         try:
             if received is not None and received.content.has_failed:
                 raise FirstRead
-            visit = self._visits[microbatch] = self._visit(microbatch, received or NOTHING)
-            visit.ends_behind_layers, visit.behind_layers = False, self._behind_layers
-            visit.behind_layer = tracked.track_layer
-            visit.sent = visit.sent if self._keeps else None
-            measured = self._limit.measured(self.stage, visit.tensors)
+            run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
+            measured = self._limit.measured(self.stage, run.received.tensors)
             with self._log.of_part(self._tracker.note_of), measured:
-                output = self._run_step(visit, part, [self._tracker])
+                batch_part = copied_batch(part.batch)
+                tracked.begin_run(batch_part, part, run.received.content)
+                output = self._run_step(run, part, batch_part, [self._tracker])
             tracked.add(output, part)
             if self._rng.was_used():
                 tracked.weights.fail("it draws numbers from Python's or NumPy's generator")
             self.returns_mapping = isinstance(output, Mapping)
             if self._log.part_has_other_effects(output) and not self._keeps:
-                self.again = "has other effects"
+                self.rerun = Rerun.HAS_OTHER_EFFECTS
         except FirstRead:
             tracked.losses.append(Tensor())
-            self.again = "reads"
-        if visit is not None and visit.sent_here is not None:
-            self.activations.append(relink(visit.sent_here)[1].content)
+            self.rerun = Rerun.READS
+        if run is not None and run.sent_here is not None:
+            self.activations.append(relink(run.sent_here)[1].content)
         return EMPTY
+
+    def _new_run(self, microbatch: int, received: Message) -> StepRun:
+        run = super()._new_run(microbatch, received)
+        return replace(
+            run,
+            sent=run.sent if self._keeps else None,
+            ends_behind_layers=False,
+            behind_layers=self._behind_layers,
+            behind_layer=self.tracked.track_layer,
+        )
 
     def _behind_layers(self, output: Any) -> None:
         self.tracked.track_output(output)
         self._rng.watch()
 
-    def _begin_run(self, batch_part: Any, part: MicroBatch, visit: Visit) -> None:
-        self.tracked.begin_run(batch_part, part, visit.received)
-
     def _own_gradients(self, microbatch: int) -> Gradients:
         is_last = microbatch == self._count - 1
-        problem = self.again or self.problem
-        if is_last and not problem:
-            problem = self.again = self._why_again()
-        if problem:
+        if self.rerun is None:
+            self.rerun = self._why_rerun(is_last)
+        if self.rerun is not None:
             return Gradients((), None)
         return Gradients((), self.tracked.weights.factor() if is_last else 1.0)
 
-    def _why_again(self) -> Again:
+    def _why_rerun(self, is_last: bool) -> Rerun | None:
+        if self.problem:
+            return Rerun.IS_NO_MEAN
+        if not is_last:
+            return None
         if self._known is not None and not self.tracked.functions <= {*self._known}:
-            return "calls others"
+            return Rerun.CALLS_OTHERS
         is_logged = self._keeps or self._log.combined(self.batch.sizes) is not None
-        return "" if is_logged else "has other effects"
+        return None if is_logged else Rerun.HAS_OTHER_EFFECTS
 
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         loss, weights = self.tracked.losses[microbatch], self.tracked.weights
@@ -213,7 +224,7 @@ class PartedStageStep(TrainingStageStep):
 
     @property
     def problem(self) -> str:
-        """Why the batch has to run again as a whole; empty if it does not."""
+        """Why the loss of the batch is no mean or sum over samples; empty if it is."""
         return self.tracked.weights.problem
 
     @property

@@ -243,20 +243,8 @@ def find_layers(
         raise MisconfigurationException(
             _no_container(module, pipeline, type(found[0][2]).__name__) + see("layers")
         )
-    where = ", ".join(map(repr, paths))
-    if any(a != b and a.startswith(f"{b}.") for a in paths for b in paths):
-        raise MisconfigurationException(
-            f"pipeline=[{where}] names a module and a part of it. Name the parts alone."
-            + see("layers")
-        )
+    _validate_distinct(paths, found)
     layers = {name: layer for name, _, layer in found}
-    times = Counter(layer for _, _, layer in found)
-    if len(layers) < len(found) or any(n > 1 and _has_state(each) for each, n in times.items()):
-        raise MisconfigurationException(
-            f"{where} holds one layer object several times, with parameters, buffers or hooks. "
-            "Stages own whole layers, so give each position its own layer; parameters may be "
-            "shared between them." + see("layers")
-        )
     chooses = given is None and len(paths) > 1
     if chooses or any(name.count(".") > path.count(".") + 1 for name, path, _ in found):
         order = call_order(module, {name: path for name, path, _ in found})
@@ -266,11 +254,30 @@ def find_layers(
         elif chooses:
             raise UnknownOrderError(_ambiguous(module, _candidates(module), stages) + see("layers"))
     if len(layers) < stages:
+        where = ", ".join(map(repr, paths))
         raise MisconfigurationException(
             f"g_inter={stages} stages need at least as many layers, but {where} has {len(layers)}. "
             f"Choose g_inter <= {len(layers)}." + see("layers")
         )
     return layers
+
+
+def _validate_distinct(paths: Sequence[str], found: Sequence[tuple[str, str, nn.Module]]) -> None:
+    """Check that no layer was found twice, as (name, path, layer), except one without state."""
+    where = ", ".join(map(repr, paths))
+    if any(a != b and a.startswith(f"{b}.") for a in paths for b in paths):
+        raise MisconfigurationException(
+            f"pipeline=[{where}] names a module and a part of it. Name the parts alone."
+            + see("layers")
+        )
+    names = {name for name, _, _ in found}
+    times = Counter(layer for _, _, layer in found)
+    if len(names) < len(found) or any(n > 1 and _has_state(each) for each, n in times.items()):
+        raise MisconfigurationException(
+            f"{where} holds one layer object several times, with parameters, buffers or hooks. "
+            "Stages own whole layers, so give each position its own layer; parameters may be "
+            "shared between them." + see("layers")
+        )
 
 
 def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:

@@ -10,7 +10,7 @@ over ``optimizer.param_groups`` is what a sum over ``module.parameters()`` is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
@@ -76,8 +76,17 @@ class RemoteTensor(Tensor):
                 each.norms.clear()
             return None
         norm = _known_norm(func, *args, **kwargs)
-        if norm is not None:
-            return norm
+        return cls._called(func, args, kwargs, remotes) if norm is None else norm
+
+    @classmethod
+    def _called(
+        cls,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        remotes: Sequence[RemoteTensor],
+    ) -> Any:
+        """Call a function on ``remotes``; raise an error if it needs their values."""
         try:
             with plain_torch_functions():
                 result = func(*args, **kwargs)

@@ -21,7 +21,7 @@ from lightning_axosparse.pipeline.state.values import (
     GENERATORS,
     MISSING,
     MUTABLE,
-    Step,
+    PathStep,
     content_of,
     entries,
     has_attributes,
@@ -54,7 +54,7 @@ class AttributePath(NamedTuple):
         name: name of the attribute.
     """
 
-    owner: tuple[Step, ...]
+    owner: tuple[PathStep, ...]
     name: str
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class _Holder:
             does not change the version.
     """
 
-    path: tuple[Step, ...]
+    path: tuple[PathStep, ...]
     owner: Any
     name: str | None
     value: Any
@@ -348,7 +348,7 @@ class ModuleState:
 
     def _reachable(self, seen: set[int]) -> Iterator[_Holder]:
         """Yield all objects that can be changed in path, each by the first path to it."""
-        waiting: list[tuple[tuple[Step, ...], tuple[tuple[Step, ...], Any, str], Any]] = [
+        waiting: list[tuple[tuple[PathStep, ...], tuple[tuple[PathStep, ...], Any, str], Any]] = [
             (tuple((".", part) for part in name.split(".") if part), ((), None, ""), root)
             for name, root in self._roots.items()
         ]

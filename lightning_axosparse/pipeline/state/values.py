@@ -25,7 +25,7 @@ class MISSING:
     """Stands for the value of an attribute that does not exist."""
 
 
-Step = tuple[str, Any]
+PathStep = tuple[str, Any]
 """An attribute's name after ".", or the key of an entry after "[]"."""
 
 _DEEPEST, _LONGEST = 8, 10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,29 @@ from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import without_dispatch_modes
 
 _REPLACED = "_wrap_update", "_wrap_compute", "forward", "sync"
+
+
+class _Mode(NamedTuple):
+    """What metrics do in a run of the step.
+
+    Attributes:
+        skips: whether they stay unchanged.
+        reads: whether the tensors that are passed to them are read then.
+        synchronizes: whether they compute over all replicas.
+        broadcasts: whether all stages get what the last stage has computed.
+    """
+
+    skips: bool = False
+    reads: bool = False
+    synchronizes: bool = False
+    broadcasts: bool = False
+
+
+_SHARED = _Mode(synchronizes=True, broadcasts=True)
+_COUNTED = _Mode(synchronizes=True)
+_SKIPPED = _Mode(skips=True)
+_READ = _Mode(skips=True, reads=True)
+_ALONE = _Mode()
 
 
 class PipelinedMetrics:
@@ -52,7 +75,7 @@ class PipelinedMetrics:
     ) -> None:
         self._module, self._data_group = module, data_group
         self._from_last_stage, self._is_last_stage = from_last_stage, is_last_stage
-        self._mode: Literal["shared", "counted", "skipped", "read", "tried"] = "shared"
+        self._mode = _SHARED
         self.touched = False
         self._returned: dict[int, Any] = {}
         """The last value of each metric's ``forward``, by the metric's id."""
@@ -88,7 +111,7 @@ class PipelinedMetrics:
 
     def counted(self) -> AbstractContextManager[None]:
         """Let metrics compute without other stages inside the context."""
-        return patched(self, "_mode", "counted")
+        return patched(self, "_mode", _COUNTED)
 
     @contextmanager
     def skipped(self, reads: bool = False) -> Iterator[None]:
@@ -98,7 +121,7 @@ class PipelinedMetrics:
             reads: whether to read the tensors that are passed to metrics.
         """
         before, self.touched = self._mode, False
-        self._mode = "read" if reads else "skipped"
+        self._mode = _READ if reads else _SKIPPED
         try:
             yield
         finally:
@@ -110,10 +133,10 @@ class PipelinedMetrics:
 
     def _skips(self, *arguments: Any) -> bool:
         """Whether the present run leaves metrics unchanged; record that it has called one."""
-        if self._mode not in ("skipped", "read"):
+        if not self._mode.skips:
             return False
         self.touched = True
-        for tensor in object_leaves(arguments, Tensor) if self._mode == "read" else ():
+        for tensor in object_leaves(arguments, Tensor) if self._mode.reads else ():
             tensor.clone()
         return True
 
@@ -137,7 +160,7 @@ class PipelinedMetrics:
     def _tried(self, metric: Metric, args: Any, kwargs: Any) -> Any:
         """Call ``forward`` of a copy of a metric, for the form of its value."""
         try:
-            with patched(self, "_mode", "tried"), without_dispatch_modes():
+            with patched(self, "_mode", _ALONE), without_dispatch_modes():
                 return recursive_detach(metric.clone().forward(*args, **kwargs))
         except Exception:  # It may need more samples; the run on the batch raises it again.
             return torch.zeros(())
@@ -145,7 +168,7 @@ class PipelinedMetrics:
     def sync(self, metric: Metric, **options: Any) -> None:
         """Synchronise a metric over the replicas, if all of them do."""
         # Replicas may run a step different numbers of times before it counts.
-        is_alone = self._data_group is None or self._mode not in ("shared", "counted")
+        is_alone = self._data_group is None or not self._mode.synchronizes
         options.update(process_group=self._data_group, distributed_available=lambda: not is_alone)
         type(metric).sync(metric, **options)
 
@@ -158,7 +181,7 @@ class PipelinedMetrics:
             if self._skips():
                 with patched(metric, "_computed", None):
                     return own(*args, **kwargs)
-            if self._mode != "shared":
+            if not self._mode.broadcasts:
                 return own(*args, **kwargs)
             # A metric of metrics calls their `compute`, on the last stage alone.
             with self.counted():

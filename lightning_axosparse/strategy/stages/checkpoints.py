@@ -62,12 +62,12 @@ class StageCheckpoints:
         module, grid = stage_module.module, stage_module.grid
         if grid.replica > 0:
             if grid.replica < grid.g_expert:
-                stage_module.parts.whole_values()
+                stage_module.weight_parts.whole_values()
             return {}
         if self._is_ordinary:
             return module.state_dict()
         with in_parts(module):
-            whole = stage_module.parts.whole_values()
+            whole = stage_module.weight_parts.whole_values()
             if grid.pipeline_index > 0:
                 return {}
             for average in weight_averages(module.trainer):
@@ -94,7 +94,7 @@ class StageCheckpoints:
     @property
     def _sparse(self) -> dict[str, OwnedParameter]:
         """The sparsely stored parameters whose whole state is that of their kept entries."""
-        parts = self._stage_module.parts.parameters
+        parts = self._stage_module.weight_parts.parameters
         sparse = sparse_parameters(self._stage_module.module)
         return {name: entry for name, entry in sparse.items() if name not in parts}
 
@@ -103,7 +103,7 @@ class StageCheckpoints:
 
         What only the state is divided of, the first replica has whole, and the others nothing.
         """
-        held, parts = self._stage_module.sharding.held(), self._stage_module.parts.parameters
+        held, parts = self._stage_module.sharding.held(), self._stage_module.weight_parts.parameters
         shards = self._shards
         states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
         joined = {}
@@ -165,7 +165,7 @@ class StageCheckpoints:
         if not self._is_ordinary:
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
             strict = False
-        state = stage_module.parts.local_values(state)
+        state = stage_module.weight_parts.local_values(state)
         load_values(stage_module.module, state, strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ class StageCheckpoints:
             return
         sparse = sparse_parameters(stage_module.module)
         groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
-        state = {**state, "state": stage_module.parts.local_states(state["state"], groups)}
+        state = {**state, "state": stage_module.weight_parts.local_states(state["state"], groups)}
         local = local_optimizer_state(state, groups, held, sparse)
         optimizer.load_state_dict(local if self._shards is None else self._shards.divided(local))
         move_optimizers([optimizer], stage_module.device)

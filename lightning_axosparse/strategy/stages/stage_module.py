@@ -74,7 +74,7 @@ class StageModule:
         self.module, self.stages, self.device = module, stages, device
         self.tensors, self.experts = tensors, experts
         divisions: tuple[Division | None, ...] = tensors, experts
-        self.parts = WeightParts(module, [each for each in divisions if each is not None])
+        self.weight_parts = WeightParts(module, [each for each in divisions if each is not None])
         self.partition = partition
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
@@ -84,7 +84,7 @@ class StageModule:
         self._freed: dict[Tensor, Tensor] = {}
         self._optimizers: Sequence[Optimizer] = ()
         self._attached = ExitStack()
-        self.shared = SharedParameters(self.sharding, self.parts, groups)
+        self.shared = SharedParameters(self.sharding, self.weight_parts, groups)
         self.layers = self._pipelined_layers(partition)
         self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
 
@@ -132,7 +132,7 @@ class StageModule:
         move_module(self.module, self.device)
         self.shared.broadcast_weights()
         self.broadcast_buffers()
-        self.parts.split(self.sharding.held())
+        self.weight_parts.split(self.sharding.held())
         self._attach()
 
     @contextmanager
@@ -168,14 +168,14 @@ class StageModule:
         self.share_outer_buffers(self.module)
 
     def _join(self) -> None:
-        if self.parts:
-            self.parts.join(self._optimizers, not self.was_interrupted)
+        if self.weight_parts:
+            self.weight_parts.join(self._optimizers, not self.was_interrupted)
 
     def counter(self) -> Callable[[Tensor], bool]:
         """What says whether this rank counts a parameter: each part once over a whole model."""
         held = self.sharding.held()
         names: dict[Tensor, str] = {held[name]: name for name in self.sharding.counted()}
-        return lambda p: p in names and self.parts.counts(names[p])
+        return lambda p: p in names and self.weight_parts.counts(names[p])
 
     @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:
@@ -225,8 +225,8 @@ class StageModule:
         held = self.sharding.held()
         for name, stages in self.sharding.holders.items():
             own, stage = held.get(name), min(stages)
-            if name in self.parts.parameters:
-                own = self.parts.parameters[name].copy()
+            if name in self.weight_parts.parameters:
+                own = self.weight_parts.parameters[name].copy()
             values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
             values = self.groups.broadcast_along_pipeline(values, stage)
             if own is not None:
@@ -242,7 +242,9 @@ class StageModule:
         """Once a run, compare gradients that a tensor group should have alike; collective."""
         if self.tensors is not None and self.shared.step_reducer is self.shared.reducer:
             alike = {
-                n: p for n, p in self.sharding.held().items() if n not in self.parts.parameters
+                n: p
+                for n, p in self.sharding.held().items()
+                if n not in self.weight_parts.parameters
             }
             self.shared.wait_for(alike.values())
             self.tensors.validate_gradients(alike, tolerance)

@@ -22,20 +22,25 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, relink
-from lightning_axosparse.pipeline.engine import KeepingStep
-from lightning_axosparse.pipeline.joining import Layout, Layouts, layer_of, learn, sent_tensors
+from lightning_axosparse.pipeline.joining import (
+    SampleLayout,
+    SampleLayouts,
+    layer_of,
+    learn,
+    sent_tensors,
+)
 from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.loss.operators import UNKNOWN
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
-from lightning_axosparse.pipeline.stage_step import Batch, loss_of
+from lightning_axosparse.pipeline.stage_step import Batch, KeepingStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
 from lightning_axosparse.pipeline.state.values import MISSING, copied, same
 from lightning_axosparse.pipeline.step_end import StepEnd
-from lightning_axosparse.strategy.compat.logging import alike
+from lightning_axosparse.strategy.compat.logging import LogCall, alike
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.trace import clock
@@ -65,7 +70,7 @@ class ComparisonResult(NamedTuple):
     problem: str = ""
     is_too_large: bool = False
     layers: tuple[int, str, float] | None = None
-    layouts: Mapping[Hashable, Layout] = {}
+    layouts: Mapping[Hashable, SampleLayout] = {}
     draws: bool = False
     reason: str = ""
     has_other_effects: bool = False
@@ -73,6 +78,27 @@ class ComparisonResult(NamedTuple):
     counted: Sequence[tuple[AttributePath, int]] = ()
     rewritten: Sequence[tuple[AttributePath, int]] = ()
     warnings: Sequence[str] = ()
+
+
+class _Losses(NamedTuple):
+    """The losses of a batch and of its micro-batches.
+
+    Attributes:
+        loss: the loss of the batch.
+        of_whole: its gradients, for each tensor of the last stage, by micro-batch.
+        logged: its log calls.
+        tracked: the losses of the micro-batches.
+        of_parts: their gradients, for each micro-batch, by tensor.
+        has_other_effects: whether the step on a micro-batch does more than to log and to return a
+            loss.
+    """
+
+    loss: Tensor
+    of_whole: Sequence[Sequence[Tensor | None]]
+    logged: Sequence[LogCall]
+    tracked: TrackedLosses
+    of_parts: Sequence[Sequence[Tensor | None]]
+    has_other_effects: bool
 
 
 class _ComparedStep(KeepingStep):
@@ -185,7 +211,7 @@ class Comparison:
         """Compare the activations of the stages of this rank."""
         stage_module, sizes = self._stage_module, self._step.sizes
         layers: tuple[int, str, float] | None = None
-        layouts: Mapping[Hashable, Layout] = {}
+        layouts: Mapping[Hashable, SampleLayout] = {}
         for stage in stage_module.stages:
             if any(each.has_failed for each in (*whole[stage], *parts[stage])):
                 return ComparisonResult(
@@ -225,55 +251,66 @@ class Comparison:
         self, result: ComparisonResult, activations: Sequence[Activation]
     ) -> ComparisonResult:
         """Compare losses, their gradients and log calls, on the last stage."""
-        step, effects = self._step, self._run.effects
-        step = replace(step, layouts=Layouts({**step.layouts.known, **result.layouts}))
+        layouts = SampleLayouts({**self._step.layouts.known, **result.layouts})
+        try:
+            with torch.enable_grad():
+                losses = self._losses(replace(self._step, layouts=layouts), activations)
+        except Exception as error:
+            text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
+            return result._replace(reason=text)
+        calls = self._run.effects.combined(self._step.sizes)
+        has_other_effects = (
+            losses.has_other_effects
+            or self._draws
+            or calls is None
+            or not alike(calls, losses.logged, self._difference, self._tolerance)
+        )
+        return result._replace(
+            reason=losses.tracked.weights.problem or self._apart(losses),
+            has_other_effects=has_other_effects,
+            functions=losses.tracked.functions,
+        )
+
+    def _losses(self, step: Batch, activations: Sequence[Activation]) -> _Losses:
+        """Run the end of the step on the batch and on its micro-batches, and differentiate."""
+        effects = self._run.effects
         end = StepEnd(step, self._stage_module.layers, self._run.rng)
         tracker = SampleTracker(effects.constants)
         tracked = TrackedLosses(step, tracker, self._stage_module.layers.end)
         messages = [_differentiable(activation) for activation in activations]
+        joined = end.join([message.content for message in messages])
+        with effects.of_part(lambda value: UNKNOWN):
+            loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
+        logged, effects.part_calls = effects.part_calls[0], []
+        expected = joined.split(_gradients(loss, joined.tensors), step.sizes)
         gradients, has_other_effects = list[Sequence[Tensor | None]](), False
-        try:
-            with torch.enable_grad():
-                joined = end.join([message.content for message in messages])
-                with effects.of_part(lambda value: UNKNOWN):
-                    loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
-                logged, effects.parts = effects.parts[0], []
-                expected = _gradients(loss, joined.tensors)
-                for part, message in zip(step.microbatches, messages, strict=True):
-                    with effects.of_part(tracker.note_of):
-                        output = end.rehearse(part, message, [tracker], tracked=tracked)
-                    tracked.add(output, part)
-                    has_other_effects |= effects.part_has_other_effects(output)
-                    gradients.append(_gradients(loss_of(output), sent_tensors(message.content)))
-        except Exception as error:
-            text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
-            return result._replace(reason=text)
-        calls = effects.combined(step.sizes)
-        has_other_effects |= (
-            calls is None
-            or self._draws
-            or not alike(calls, logged, self._difference, self._tolerance)
-        )
-        result = result._replace(has_other_effects=has_other_effects, functions=tracked.functions)
-        weights = tracked.weights
-        if weights.problem:
-            return result._replace(reason=weights.problem)
-        combined = weights.combined([each.detach() for each in tracked.losses])
-        difference = self._difference(combined, loss.detach())
-        final = [weights.weight(n) * weights.factor() for n in range(len(gradients))]
-        for index, whole in enumerate(joined.split(expected, step.sizes)):
+        for part, message in zip(step.microbatches, messages, strict=True):
+            with effects.of_part(tracker.note_of):
+                output = end.rehearse(part, message, [tracker], tracked=tracked)
+            tracked.add(output, part)
+            has_other_effects |= effects.part_has_other_effects(output)
+            gradients.append(_gradients(loss_of(output), sent_tensors(message.content)))
+        return _Losses(loss.detach(), expected, logged, tracked, gradients, has_other_effects)
+
+    def _apart(self, losses: _Losses) -> str:
+        """Return how the loss of the batch and its gradients differ; empty if they are equal."""
+        weights = losses.tracked.weights
+        combined = weights.combined([each.detach() for each in losses.tracked.losses])
+        difference = self._difference(combined, losses.loss)
+        final = [weights.weight(n) * weights.factor() for n in range(len(losses.of_parts))]
+        for index, whole in enumerate(losses.of_whole):
             scale = max(map(_largest, whole))
-            for of_whole, of_part, weight in zip(whole, gradients, final, strict=True):
+            for of_whole, of_part, weight in zip(whole, losses.of_parts, final, strict=True):
                 gradient = of_part[index]
                 if scale and of_whole is not None and gradient is not None:
                     apart = _largest(of_whole - gradient * weight) / scale
                     difference = max(difference, apart / 10)  # They are differences themselves.
-        if not difference <= self._tolerance:
-            return result._replace(
-                reason=f"micro-batches give {float(combined):.6g}, the batch {float(loss):.6g}, or "
-                f"gradients that differ by {difference:.1%}"
-            )
-        return result
+        if difference <= self._tolerance:
+            return ""
+        return (
+            f"micro-batches give {float(combined):.6g}, the batch {float(losses.loss):.6g}, or "
+            f"gradients that differ by {difference:.1%}"
+        )
 
     @contextmanager
     def _modes(self) -> Iterator[None]:

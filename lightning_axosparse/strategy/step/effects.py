@@ -56,7 +56,7 @@ class StepEffects:
 
     Attributes:
         log: the log calls and prints of the last recorded run.
-        parts: the log calls of each micro-batch, by parts.
+        part_calls: the log calls of each micro-batch, by parts.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class StepEffects:
         self._module, self._metrics, self._runs_alone = module, metrics, runs_alone
         self._has_ranks = module.trainer.world_size > 1
         self.log = StepLog(module)
-        self.parts: list[list[LogCall]] = []
+        self.part_calls: list[list[LogCall]] = []
         within = {id(part) for layer in layers for part in layer.modules()}
         self._state = ModuleState(module, within)
         self._has_other_effects = False
@@ -77,7 +77,7 @@ class StepEffects:
     def begin_batch(self) -> None:
         """Capture the state with which every run of the step begins."""
         self._state.capture()
-        self.log.calls, self.parts = [], []
+        self.log.calls, self.part_calls = [], []
 
     @property
     def reached(self) -> Collection[int]:
@@ -129,11 +129,11 @@ class StepEffects:
             with self.log.recorded(note_of):
                 yield
         self._has_other_effects |= bool(written or self.log.prints) or self._metrics.touched
-        self.parts.append(self.log.calls)
+        self.part_calls.append(self.log.calls)
 
     def combined(self, sizes: Sequence[int]) -> list[LogCall] | None:
         """Return the log calls of the batch; None if they do not follow from micro-batches."""
-        return combined(self.parts, sizes)
+        return combined(self.part_calls, sizes)
 
     def part_has_other_effects(self, output: Any) -> bool:
         """Whether that run had other effects, or returned more than the loss."""

@@ -15,9 +15,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_axosparse.pipeline.crossing.message import Crossing, Reads, learned
-from lightning_axosparse.pipeline.joining import Layouts
+from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import Again, Batch
+from lightning_axosparse.pipeline.stage_step import Batch, Rerun
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonResult
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
@@ -49,7 +49,7 @@ class LoaderSteps:
 
     reads: dict[int, Reads] = field(default_factory=dict)
     crossing: Crossing | None = None
-    layouts: Layouts = field(default_factory=Layouts)
+    layouts: SampleLayouts = field(default_factory=SampleLayouts)
     draws: bool = False
     by_parts: bool = False
     has_other_effects: bool = False
@@ -111,7 +111,7 @@ class StepLearner:
             self._compare(run, known, step, trains)
 
     def run_again(
-        self, run: OpenPipeline, known: LoaderSteps, step: Batch, again: Again, reason: str
+        self, run: OpenPipeline, known: LoaderSteps, step: Batch, rerun: Rerun, problem: str
     ) -> None:
         """Prepare for a batch to run again, after its effects were dropped.
 
@@ -119,21 +119,21 @@ class StepLearner:
             run: the pipeline of the run.
             known: the known behaviour of the loader's steps.
             step: the batch.
-            again: the reason, if it can run again in the same way; else empty.
-            reason: the reason to differentiate the whole loss from now on; else empty.
+            rerun: the reason.
+            problem: why to differentiate the whole loss from now on; else empty.
         """
         run.effects.begin_batch()
-        known.draws |= again == "draws"
-        known.has_other_effects |= again == "has other effects"
-        if again == "reads":
+        known.draws |= rerun is Rerun.DRAWS
+        known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
+        if rerun is Rerun.READS:
             known.crossing = None
-        elif again == "calls others" and known.changes_too_often():
-            reason = "its steps call other functions again and again"
-        elif again == "calls others":
+        elif rerun is Rerun.CALLS_OTHERS and known.changes_too_often():
+            problem = "its steps call other functions again and again"
+        elif rerun is Rerun.CALLS_OTHERS:
             self._compare(run, known, step, True)
-        if reason:
+        if problem:
             known.by_parts = False
-            self._report_whole(step, reason)
+            self._report_whole(step, problem)
 
     def _compare(self, run: OpenPipeline, known: LoaderSteps, step: Batch, trains: bool) -> None:
         """Compare a batch with its micro-batches."""

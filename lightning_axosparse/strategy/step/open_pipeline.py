@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.choice import InFlightLimit
-from lightning_axosparse.pipeline.engine import Pipeline, SharedOrder
+from lightning_axosparse.pipeline.engine import SharedOrder
+from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import Schedule
 from lightning_axosparse.pipeline.state.layer_state import LayerState
@@ -57,8 +58,8 @@ class OpenPipeline:
                 stage_module.remote_gradients.forget_norms,
             )
             replace_backward(precision, give_gradients)
-            if stage_module.parts:
-                show_whole_gradients(precision, module.trainer, stage_module.parts.whole)
+            if stage_module.weight_parts:
+                show_whole_gradients(precision, module.trainer, stage_module.weight_parts.whole)
             self.pipeline = Pipeline(
                 stage_module.layers,
                 stage_module.links(limit.largest),

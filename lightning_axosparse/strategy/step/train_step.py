@@ -17,18 +17,14 @@ from torch import Tensor
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
+from lightning_axosparse.pipeline.fingerprint import BatchFingerprint, checksum
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
-from lightning_axosparse.pipeline.microbatch import (
-    BatchFingerprint,
-    MicroBatch,
-    fewest_samples,
-    fingerprint,
-)
+from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.pipeline.stage_step import Again, Batch, TrainingBatch, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import Batch, Rerun, TrainingBatch, TrainingStageStep
 from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
@@ -58,8 +54,8 @@ class StepResult:
         changed: the changed attributes of the module.
         warnings: about attributes that cannot be sent.
         generators: the states of the random generators after the step; None if unchanged.
-        reason: why a batch that was differentiated by parts runs again as a whole; else empty.
-        again: why the batch runs again in the same way; else empty.
+        rerun: why the batch has to run again; None if it has not.
+        problem: why its loss is to be differentiated as a whole then; else empty.
     """
 
     output: Any = None
@@ -67,8 +63,8 @@ class StepResult:
     changed: Sequence[Changed] = ()
     warnings: Sequence[str] = ()
     generators: Generators | None = None
-    reason: str = ""
-    again: Again = ""
+    rerun: Rerun | None = None
+    problem: str = ""
 
 
 class StepRunner:
@@ -92,9 +88,9 @@ class StepRunner:
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
         self._schedule = SCHEDULES[config.schedule]
         self._loss: Loss = config.loss
-        self.parts = config.parts
+        self.microbatch_count = config.microbatch_count
         """Wanted number of micro-batches in a batch."""
-        self._splitter = BatchSplitter(trainer, self.parts, config.split_batch, fewest)
+        self._splitter = BatchSplitter(trainer, self.microbatch_count, config.split_batch, fewest)
         tolerance = tolerance_of(precision, device)
         self._learner = StepLearner(trainer, config.loss, in_flight.free, tolerance)
         self._known: defaultdict[tuple[object, int], LoaderSteps] = defaultdict(LoaderSteps)
@@ -161,8 +157,8 @@ class StepRunner:
                 run.effects.begin_batch()
                 self._learner.begin_batch(run, known, step, trains=True)
                 result = self._trained(known, step, share)
-                while result.reason or result.again:
-                    self._learner.run_again(run, known, step, result.again, result.reason)
+                while result.rerun is not None:
+                    self._learner.run_again(run, known, step, result.rerun, result.problem)
                     result = self._trained(known, step, share)
                 return self._applied(result)
 
@@ -189,8 +185,8 @@ class StepRunner:
                 run.effects.begin_batch()
                 self._learner.begin_batch(run, known, step, trains=False)
                 result = self._evaluated(known, step)
-                while result.again:
-                    self._learner.run_again(run, known, step, result.again, "")
+                while result.rerun is not None:
+                    self._learner.run_again(run, known, step, result.rerun, "")
                     result = self._evaluated(known, step)
                 return self._applied(result)
 
@@ -252,9 +248,9 @@ class StepRunner:
             return StepResult()
         run = self._open
         if not isinstance(last, PartedStageStep):
-            return StepResult(again=last.again) if last.is_void else self._step_result(last.output)
+            return StepResult(rerun=last.rerun) if last.is_void else self._step_result(last.output)
         if last.is_void:
-            return StepResult(again=last.again, reason=last.problem)
+            return StepResult(rerun=last.rerun, problem=last.problem)
         if not last.activations:
             calls = run.effects.combined(step.sizes)
             loss = last.loss
@@ -282,9 +278,9 @@ class StepRunner:
             if run.stage_module.runs_last_stage:
                 result = self._step_result(output)
         except RunAgain as error:
-            result = StepResult(again=error.why)
+            result = StepResult(rerun=error.why)
         result = self._shared(result)
-        if not result.again:
+        if result.rerun is None:
             self._end_layers()
         return result
 
@@ -380,7 +376,7 @@ class StepRunner:
         if self._open.stage_module.groups.replica is None:
             return BatchFingerprint()
         loop, epoch, index = position(self._trainer)
-        return BatchFingerprint(fingerprint(batch), f"batch {index} of {loop} epoch {epoch}")
+        return BatchFingerprint(checksum(batch), f"batch {index} of {loop} epoch {epoch}")
 
 
 def _loss_alone(output: Any) -> Any:

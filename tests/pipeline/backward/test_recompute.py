@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_axosparse import AxoSparseStrategy, sparsify
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
 from tests.parity.cases import Net, difference, fit, trainer
-from tests.pipeline.test_engine import pipeline, train
+from tests.pipeline.test_pipeline import pipeline, train
 
 CPU = torch.device("cpu")
 WIDTH, LAYERS = 8, 6

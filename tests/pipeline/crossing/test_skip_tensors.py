@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink
 from lightning_axosparse.pipeline.joining import sent_tensors
+from lightning_axosparse.pipeline.stage_step import Rerun
 from lightning_axosparse.pipeline.step_end import RunAgain
-from tests.pipeline.test_engine import (
+from tests.pipeline.test_pipeline import (
     Known,
     by_parts,
     evaluate,
@@ -341,10 +342,10 @@ def test_a_batch_that_reads_a_value_for_the_first_time_runs_again(what: str, tra
         reads = True
         if trains:
             last = run(pipe, replace(training(step, batch, MICROBATCHES), **known._asdict()))
-            assert (last.is_void, last.again) == (True, "reads")
+            assert (last.is_void, last.rerun) == (True, Rerun.READS)
         with torch.no_grad(), pytest.raises(RunAgain) as raised:
             evaluate(pipe, step, batch, MICROBATCHES, known)
-        assert raised.value.why == "reads"
+        assert raised.value.why is Rerun.READS
         assert re.search(f"reads {words}", str(raised.value.__cause__))
         value = go(pipe, step, batch, MICROBATCHES, learned(pipe, step, batch, MICROBATCHES))
     dealt.uninstall()
@@ -369,7 +370,7 @@ def test_a_layer_that_is_given_a_value_for_the_first_time_runs_the_batch_again(
     reads = True
     given = replace(training(step, batch, MICROBATCHES), **known._asdict())
     last = run(pipe, given, by_parts() if parted else None)
-    assert (last.is_void, last.again) == (True, "reads")
+    assert (last.is_void, last.rerun) == (True, Rerun.READS)
     dealt.uninstall()
 
 

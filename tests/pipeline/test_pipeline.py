@@ -16,16 +16,23 @@ from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpoint
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
-from lightning_axosparse.pipeline.engine import KeepingStep, Pipeline
-from lightning_axosparse.pipeline.joining import Axis, Layouts, learn
+from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
+from lightning_axosparse.pipeline.joining import Axis, SampleLayouts, learn
 from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
-from lightning_axosparse.pipeline.microbatch import BatchFingerprint, MicroBatch, split
+from lightning_axosparse.pipeline.microbatch import MicroBatch, split
+from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import Batch, TrainingBatch, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import (
+    Batch,
+    KeepingStep,
+    Rerun,
+    TrainingBatch,
+    TrainingStageStep,
+)
 
 
 def pipeline(
@@ -83,8 +90,8 @@ class Plainly:
 
 def running_stage(dealt: PipelinedLayers) -> int:
     """The stage whose forward pass runs."""
-    assert dealt._running is not None
-    return dealt._running.visit.stage
+    assert dealt._current is not None
+    return dealt._current.run.stage
 
 
 def given(step: Any, batch: Any, microbatches: int) -> Batch:
@@ -121,7 +128,7 @@ class Known(NamedTuple):
     """What is known of a step: what crosses the edges of stages, and how it lies."""
 
     crossing: Crossing | None = None
-    layouts: Layouts = Layouts()
+    layouts: SampleLayouts = SampleLayouts()
 
 
 NOTHING_KNOWN = Known()
@@ -137,7 +144,9 @@ def train(
 ) -> Tensor:
     """Train on a batch; return its loss."""
     if parted:
-        known = Known(known.crossing, Layouts({("output", 0): Axis(0), **known.layouts.known}))
+        known = Known(
+            known.crossing, SampleLayouts({("output", 0): Axis(0), **known.layouts.known})
+        )
     elif not pipe.is_divided:
         microbatches = 1
     given = replace(training(step, batch, microbatches), **known._asdict())
@@ -175,7 +184,7 @@ def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Known:
         whole.activations[0], several.activations, parts.sizes, largest_difference
     )
     assert all(by < 1e-5 for _, by in differences)
-    return Known(crossing, Layouts(dict(found)))
+    return Known(crossing, SampleLayouts(dict(found)))
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
@@ -419,7 +428,7 @@ def test_a_batch_whose_end_draws_for_the_first_time_runs_again() -> None:
     pipe, dealt = pipeline(model, 2)
     step = lambda x: model(x).mean() * torch.rand(())  # noqa: E731
     first = run(pipe, training(lambda x: model(x * torch.rand(())).mean(), torch.ones(4, 6), 2))
-    assert (first.is_void, first.again) == (True, "draws")
+    assert (first.is_void, first.rerun) == (True, Rerun.DRAWS)
     last = run(pipe, training(step, torch.ones(4, 6), 2))
     assert not last.is_void, "nothing is drawn before the layers"
     dealt.uninstall()
