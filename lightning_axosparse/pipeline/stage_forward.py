@@ -26,8 +26,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing.message import Activation, Reads, Sent
-from lightning_axosparse.pipeline.crossing.placeholder import Progress, described
+from lightning_axosparse.pipeline.crossing.message import Activation, SentValues, StageReads
+from lightning_axosparse.pipeline.crossing.placeholder import StepProgress, with_descriptions
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.rng import PipelineRNG
@@ -179,12 +179,12 @@ class Visit:
     """The tensors in ``received``."""
     rng: PipelineRNG | None
     """Seeds the layers; None if they draw as on one process."""
-    sent: Sent | None
+    sent: SentValues | None
     """The values that the stage sends; None if the step runs to its end."""
-    progress: Progress
+    progress: StepProgress
     ends_behind_layers: bool = True
     """Whether the return of the last layer ends the step."""
-    reads: Reads | None = None
+    reads: StageReads | None = None
     """Records the values of other stages that the stage reads; None if they are known."""
     modes: Sequence[Mode] = ()
     """Modes that observe the step, but not the layers."""
@@ -343,7 +343,7 @@ class PipelinedLayers:
             may_call_none: whether the step may call no layer at all, alike on all stages.
         """
         if self._running is not None:
-            self._running.values.read(output)
+            self._running.values.record_output(output)
         called_none = visit.next_layer == 0 and (visit.stage == 0 or visit.received.is_empty)
         if visit.next_layer < len(self.layers) and not (may_call_none and called_none):
             raise MisconfigurationException(
@@ -498,7 +498,7 @@ def _record_output(running: _Running, index: int, output: Any) -> None:
 @never_compiled
 def _activation(running: _Running) -> Activation:
     """Return the activation that a stage sends when the step reaches the next stage."""
-    return running.values.sent()._replace(side_outputs=running.side_outputs.to_send())
+    return running.values.activation()._replace(side_outputs=running.side_outputs.to_send())
 
 
 @never_compiled
@@ -515,4 +515,6 @@ def _replacement(
     output = running.visit.received.output
     is_received = index == running.part.start - 1
     with paused(running.modes):
-        return running.values.replace_output(index, output if is_received else described(output))
+        return running.values.replace_output(
+            index, output if is_received else with_descriptions(output)
+        )

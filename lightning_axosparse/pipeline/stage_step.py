@@ -19,10 +19,10 @@ from lightning_axosparse.pipeline.crossing.message import (
     Crossing,
     Gradients,
     Message,
-    Reads,
-    Sent,
+    SentValues,
+    StageReads,
 )
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead, Progress
+from lightning_axosparse.pipeline.crossing.placeholder import StepProgress, UnsentValueError
 from lightning_axosparse.pipeline.joining import Layouts
 from lightning_axosparse.pipeline.microbatch import (
     BatchFingerprint,
@@ -126,9 +126,9 @@ class Batch:
         """The number of samples in each micro-batch."""
         return [part.size for part in self.microbatches]
 
-    def sent(self, stage: int) -> Sent:
+    def sent(self, stage: int) -> SentValues:
         """Return the values that a stage sends."""
-        return Sent() if self.crossing is None else self.crossing[stage]
+        return SentValues() if self.crossing is None else self.crossing[stage]
 
     def observed(
         self, part: MicroBatch, visit: Visit, counts: bool = False
@@ -174,7 +174,7 @@ class StageStep:
         first_inputs: returns the function that replaces the first layer's inputs in a micro-batch.
     """
 
-    _reads: Reads | None = None
+    _reads: StageReads | None = None
     """Records the values of other stages that the stage reads; None if they are known."""
 
     def __init__(
@@ -206,7 +206,7 @@ class StageStep:
             return Activation(has_failed=True)
         try:
             return self._passed(self._visit(microbatch, received), microbatch)
-        except FirstRead:
+        except UnsentValueError:
             return Activation(has_failed=True)
 
     def _visit(self, microbatch: int, received: Message) -> Visit:
@@ -220,7 +220,7 @@ class StageStep:
             received.tensors,
             self._rng,
             self.batch.sent(self.stage),
-            Progress(self.stage),
+            StepProgress(self.stage),
             reads=self._reads,
             first_inputs=self._first_inputs(part) if self.stage == 0 else None,
         )
@@ -270,7 +270,7 @@ class ProbingStep(StageStep):
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
-        self._reads = self.reads = Reads()
+        self._reads = self.reads = StageReads()
         self.activation: Activation | None = None
         """The activation of the stage."""
 

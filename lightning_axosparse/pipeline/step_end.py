@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_axosparse.pipeline.batch_layout import copied
-from lightning_axosparse.pipeline.crossing.message import Activation, Gradients, Message, Reads
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead, Progress
+from lightning_axosparse.pipeline.crossing.message import Activation, Gradients, Message, StageReads
+from lightning_axosparse.pipeline.crossing.placeholder import StepProgress, UnsentValueError
 from lightning_axosparse.pipeline.joining import (
     Joined,
     join,
@@ -76,7 +76,7 @@ class StepEnd:
         with batch.effects.counted():
             try:
                 return self._called(batch.whole, visit, batch.whole.batch, True, may_call_none)
-            except FirstRead as error:
+            except UnsentValueError as error:
                 raise RunAgain("reads") from error
 
     def gradients(self) -> list[list[Tensor | None]]:
@@ -95,7 +95,7 @@ class StepEnd:
         part: MicroBatch,
         message: Message,
         modes: Sequence[Mode] = (),
-        reads: Reads | None = None,
+        reads: StageReads | None = None,
         tracked: TrackedLosses | None = None,
     ) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.
@@ -128,7 +128,7 @@ class StepEnd:
 
     def _visit(self, activation: Activation, tensors: Sequence[Tensor]) -> Visit:
         end = self._layers.end
-        return Visit(end, -1, activation, tensors, self._rng, None, Progress(end))
+        return Visit(end, -1, activation, tensors, self._rng, None, StepProgress(end))
 
 
 class WholeStep(StageStep):
@@ -137,7 +137,7 @@ class WholeStep(StageStep):
     def run(self) -> Any:
         """Run the user's step, let its effects count, and return its output."""
         batch = self.batch
-        visit = Visit(self.stage, 0, *NOTHING, None, None, Progress(self.stage))
+        visit = Visit(self.stage, 0, *NOTHING, None, None, StepProgress(self.stage))
         visit.ends_behind_layers = False
         self._rng.begin_run(is_whole=True)
         with batch.effects.counted(), self._layers.visit(visit), batch.precision():

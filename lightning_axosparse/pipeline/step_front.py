@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pipeline.batch_layout import copied
-from lightning_axosparse.pipeline.crossing.placeholder import Progress
+from lightning_axosparse.pipeline.crossing.placeholder import StepProgress
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
 from lightning_axosparse.pipeline.joining import Axis, axes
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -52,7 +52,7 @@ class StepFront:
     def run(self) -> None:
         """Run the step up to its first layer; the first micro-batch raises its error, if any."""
         batch = self._batch
-        visit = Visit(0, -1, *NOTHING, self._rng, batch.sent(0), Progress(0))
+        visit = Visit(0, -1, *NOTHING, self._rng, batch.sent(0), StepProgress(0))
         visit.first_inputs = _raise_first_layer
         self._rng.begin_run(is_whole=True)
         observed = batch.observed(batch.whole, visit)

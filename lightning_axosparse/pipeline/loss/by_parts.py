@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.crossing.message import Activation, Gradients, Message, relink
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
+from lightning_axosparse.pipeline.crossing.message import (
+    Activation,
+    Gradients,
+    Message,
+    detached_message,
+)
+from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.joining import Axis, axes, keyed_values
 from lightning_axosparse.pipeline.loss.operators import Note, Total
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
@@ -159,7 +164,7 @@ class PartedStageStep(TrainingStageStep):
         visit: Visit | None = None
         try:
             if received is not None and received.content.has_failed:
-                raise FirstRead
+                raise UnsentValueError
             visit = self._visits[microbatch] = self._visit(microbatch, received or NOTHING)
             visit.ends_behind_layers, visit.behind_layers = False, self._behind_layers
             visit.behind_layer = tracked.track_layer
@@ -173,11 +178,11 @@ class PartedStageStep(TrainingStageStep):
             self.returns_mapping = isinstance(output, Mapping)
             if self._log.part_has_other_effects(output) and not self._keeps:
                 self.again = "has other effects"
-        except FirstRead:
+        except UnsentValueError:
             tracked.losses.append(Tensor())
             self.again = "reads"
         if visit is not None and visit.sent_here is not None:
-            self.activations.append(relink(visit.sent_here)[1].content)
+            self.activations.append(detached_message(visit.sent_here)[1].content)
         return EMPTY
 
     def _behind_layers(self, output: Any) -> None:

@@ -312,11 +312,11 @@ def test_what_cannot_be_followed_is_refused(last: int, user: str) -> None:
 
 READS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "an output": (lambda first, made: first.mean(), "the output of layer 'layers.0'"),
-    "a result": (lambda first, made: made.mean(), "what the step computes from the output of"),
+    "a result": (lambda first, made: made.mean(), "a value that the step computes from the output"),
     "a view": (lambda first, made: first.T.mean(), "the output of layer 'layers.0'"),
-    "a number": (lambda first, made: float(made[0, 0]), "what the step computes from the output"),
+    "a number": (lambda first, made: float(made[0, 0]), "a value that the step computes from"),
     "numpy": (lambda first, made: first.detach().numpy().mean(), "the output of layer"),
-    "a list of tensors": (lambda first, made: torch.stack([made, first]).sum(), "what the step"),
+    "a list of tensors": (lambda first, made: torch.stack([made, first]).sum(), "a value that"),
 }
 
 
