@@ -198,7 +198,7 @@ class EarlyBirdChannels(TicketCallback):
     def _scales(self, trainer: Trainer) -> dict[str, Tensor]:
         """The scales of removable channels on this rank, by BatchNorm."""
         assert self._channels is not None
-        held = strategy_of(trainer).held_parameters()
+        held = strategy_of(trainer).local_parameters()
         weights = ((name, f"{name}.weight") for name in self._channels.scales)
         return {name: held[weight] for name, weight in weights if weight in held}
 

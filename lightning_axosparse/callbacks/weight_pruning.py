@@ -210,7 +210,7 @@ class WeightPruning(TicketCallback):
         backend = Backend(self.compute, self._processor)
         if self.compute == "auto" and self._copy_pays(trainer, ticket, backend):
             backend = Backend("samo", self._processor)
-        strategy.sparsify(ticket.part(strategy.held_parameters()), backend)
+        strategy.sparsify(ticket.part(strategy.local_parameters()), backend)
 
     def _copy_pays(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> bool:
         strategy = strategy_of(trainer)

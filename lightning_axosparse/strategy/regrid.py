@@ -59,7 +59,7 @@ def measure_memory(
     layers, parts = stage_module.layers.layers, stage_module.layers.parts
     own = [index for stage in stage_module.stages for index in parts[stage]]
     inside = {parameter for index in own for parameter in layers[index].parameters()}
-    held = stage_module.sharding.held().values()
+    held = stage_module.sharding.local_parameters().values()
     outside = nn.ParameterList([p for p in held if p not in inside])
     return RankMemory(
         layers={index: model_state_bytes(layers[index], optimizers) for index in own},

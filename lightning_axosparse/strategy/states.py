@@ -177,7 +177,7 @@ class Running:
         Args:
             parameters: those whose state is wanted; None for all.
         """
-        return nullcontext() if self.shards is None else self.shards.whole_state(parameters)
+        return nullcontext() if self.shards is None else self.shards.unsharded(parameters)
 
     def with_whole_state(self, masks: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """Yield masks whose parameters are whole, with their optimizer state, on each rank.
@@ -200,7 +200,7 @@ class Running:
         if self.stage_module.was_interrupted:
             self.shards.drop()
         else:
-            self.shards.make_whole()
+            self.shards.unshard()
 
     def after_draw(self) -> None:
         """Use the memory that pruning has freed."""

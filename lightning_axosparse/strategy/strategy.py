@@ -180,9 +180,9 @@ class AxoSparseStrategy(PipelineStrategy):
         """Most micro-batches that each stage of this rank held in its last training batch."""
         return self._state.run.runner.peak_in_flight
 
-    def held_parameters(self) -> dict[str, nn.Parameter]:
+    def local_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank keeps, by name, in the module's order."""
-        return self._state.stage_module.sharding.held()
+        return self._state.stage_module.sharding.local_parameters()
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter of the whole model, by name, one at a time, for hooks.
@@ -204,7 +204,7 @@ class AxoSparseStrategy(PipelineStrategy):
         found = (o.state[parameter] for o in self.optimizers if parameter in o.state)
         state: dict[str, Any] = next(found, {})
         shards = self._state.run.shards
-        return state if shards is None else shards.whole(parameter, state)
+        return state if shards is None else shards.gather_state(parameter, state)
 
     def stored_weights(self) -> Callable[[str], Stored]:
         """What returns a weight of this rank, with its optimizer state, as one process has them.
@@ -212,7 +212,7 @@ class AxoSparseStrategy(PipelineStrategy):
         Calls are collective over ranks that share the weight or its state. What is returned is to
         be read only.
         """
-        held, sparse = self.held_parameters(), layouts(self._module)
+        held, sparse = self.local_parameters(), layouts(self._module)
         parts = self._state.stage_module.parts.parameters
 
         def read(name: str) -> Stored:
@@ -224,7 +224,7 @@ class AxoSparseStrategy(PipelineStrategy):
 
     def counted_parameters(self) -> set[str]:
         """The names of those that this rank counts: each is counted once over a pipeline."""
-        return self._state.stage_module.sharding.counted()
+        return self._state.stage_module.sharding.counted_names()
 
     def parameter_stages(self) -> dict[str, frozenset[int]]:
         """The stages that keep each parameter of the whole model, by name."""
@@ -256,7 +256,7 @@ class AxoSparseStrategy(PipelineStrategy):
         """
         with self._state.run.whole_state():
             ticket.apply(self._module, self.optimizers)
-        self._state.run.stage_module.remote_gradients.follow()
+        self._state.run.stage_module.remote_gradients.update()
         self.use_freed_memory()
 
     def use_freed_memory(self) -> None:

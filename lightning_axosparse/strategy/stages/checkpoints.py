@@ -23,7 +23,7 @@ from lightning_axosparse.checkpoint.gather import (
     local_optimizer_state,
 )
 from lightning_axosparse.pipeline.shard.optimizers import OptimizerShards
-from lightning_axosparse.pipeline.shard.sharded_module import in_parts, load_values
+from lightning_axosparse.pipeline.shard.sharded_module import load_values, state_dict_allowed
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_parameters
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
@@ -65,7 +65,7 @@ class StageCheckpoints:
             return {}
         if self._is_ordinary:
             return module.state_dict()
-        with in_parts(module):
+        with state_dict_allowed(module):
             whole = stage_module.parts.whole_values()
             if grid.pipeline_index > 0:
                 return {}
@@ -102,13 +102,16 @@ class StageCheckpoints:
 
         What only the state is divided of, the first replica has whole, and the others nothing.
         """
-        held, parts = self._stage_module.sharding.held(), self._stage_module.parts.parameters
+        held, parts = (
+            self._stage_module.sharding.local_parameters(),
+            self._stage_module.parts.parameters,
+        )
         shards = self._shards
         states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
         joined = {}
         for name in (each for each in held if each in parts):
             state = states.pop(name)
-            state = state if shards is None else shards.whole(held[name], state)
+            state = state if shards is None else shards.gather_state(held[name], state)
             joined[name] = parts[name].dense_state(state)
         if shards is not None:
             states = gather_shards(states, held, self._parts)
@@ -173,10 +176,12 @@ class StageCheckpoints:
             load_whole_optimizer(optimizer, state, stage_module.device)
             return
         sparse = sparse_parameters(stage_module.module)
-        groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
+        groups, held = stage_module.group_names(optimizer), stage_module.sharding.local_parameters()
         state = {**state, "state": stage_module.parts.local_states(state["state"], groups)}
         local = local_optimizer_state(state, groups, held, sparse)
-        optimizer.load_state_dict(local if self._shards is None else self._shards.divided(local))
+        optimizer.load_state_dict(
+            local if self._shards is None else self._shards.shard_state_dict(local)
+        )
         move_optimizers([optimizer], stage_module.device)
         restore_masters(optimizer, sparse.values())
 

@@ -91,7 +91,7 @@ class SharedParameters:
         Returns:
             By parameter, in the same order on all ranks, the process group; None for this rank.
         """
-        held = self._sharding.held() if parameters else {}
+        held = self._sharding.local_parameters() if parameters else {}
         return {
             parameter: self._groups.holding_batch(self._holders(name))
             for name, parameter in held.items()
@@ -100,7 +100,7 @@ class SharedParameters:
 
     def broadcast_weights(self) -> None:
         """Give every replica the first one's parameters."""
-        for name, parameter in self._sharding.held().items():
+        for name, parameter in self._sharding.local_parameters().items():
             broadcast_first(parameter.data, self._groups.holding(self._holders(name)))
             broadcast_first(parameter.data, self._groups.tensor)
 
@@ -108,7 +108,7 @@ class SharedParameters:
         """The kept parameters by the ranks that keep them, in the same order on all ranks."""
         by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
         experts, spread = [], self._spread()
-        for name, parameter in self._sharding.held().items():
+        for name, parameter in self._sharding.local_parameters().items():
             if parameter in spread:
                 experts.append(parameter)
             else:

@@ -17,7 +17,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.shard.partition import Partition
-from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
+from lightning_axosparse.pipeline.shard.remote_tensor import LocalSteps, updating_param_groups
 from lightning_axosparse.pipeline.shard.sharded_module import (
     gather_tensors,
     is_left_sharded,
@@ -123,16 +123,16 @@ class StageModule:
         if not self.is_whole:
             validate_parameters_known(optimizers, names)
         owned = owners(self.module)
-        with following_parameters(self.module, optimizers):
+        with updating_param_groups(self.module, optimizers):
             self.sharding.shard(self.stages)
-        held = self.sharding.held()
+        held = self.sharding.local_parameters()
         for parameter, name in names.items():
             if name not in held:
                 forget(parameter, owned[name], optimizers)
         move_module(self.module, self.device)
         self.shared.broadcast_weights()
         self.broadcast_buffers()
-        self.parts.split(self.sharding.held())
+        self.parts.split(self.sharding.local_parameters())
         self._attach()
 
     @contextmanager
@@ -142,7 +142,7 @@ class StageModule:
         The context has to repartition :attr:`sharding` and to move the tensors between ranks.
         """
         self._detach()
-        with following_parameters(self.module, self._optimizers):
+        with updating_param_groups(self.module, self._optimizers):
             yield
         self.groups, self.grid = groups, groups.grid
         self.stages, self.partition = range(self.grid.stage, self.grid.stage + 1), partition
@@ -162,8 +162,8 @@ class StageModule:
         """Undo all of :meth:`shard` but that tensors of other stages are freed."""
         self._detach()
         self._join()
-        with following_parameters(self.module, self._optimizers):
-            self._freed = self.sharding.put_back()
+        with updating_param_groups(self.module, self._optimizers):
+            self._freed = self.sharding.restore_tensors()
         scratch.clear()
         self.share_outer_buffers(self.module)
 
@@ -173,8 +173,8 @@ class StageModule:
 
     def counter(self) -> Callable[[Tensor], bool]:
         """What says whether this rank counts a parameter: each part once over a whole model."""
-        held = self.sharding.held()
-        names: dict[Tensor, str] = {held[name]: name for name in self.sharding.counted()}
+        held = self.sharding.local_parameters()
+        names: dict[Tensor, str] = {held[name]: name for name in self.sharding.counted_names()}
         return lambda p: p in names and self.parts.counts(names[p])
 
     @torch.no_grad()
@@ -206,7 +206,7 @@ class StageModule:
         mark_whole(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
         first = self.grid.pipeline_index == 0
-        for name, parameter in self.sharding.held().items():
+        for name, parameter in self.sharding.local_parameters().items():
             if first and min(self.sharding.holders_of(name)) in self.stages:
                 dense = sparse[name].dense() if name in sparse else parameter.detach()
                 yield name, dense
@@ -222,7 +222,7 @@ class StageModule:
 
         Where replicas have divided gradients, those of other stages are None.
         """
-        held = self.sharding.held()
+        held = self.sharding.local_parameters()
         for name, stages in self.sharding.holders.items():
             own, stage = held.get(name), min(stages)
             if name in self.parts.parameters:
@@ -242,7 +242,9 @@ class StageModule:
         """Once a run, compare gradients that a tensor group should have alike; collective."""
         if self.tensors is not None and self.shared.step_reducer is self.shared.reducer:
             alike = {
-                n: p for n, p in self.sharding.held().items() if n not in self.parts.parameters
+                n: p
+                for n, p in self.sharding.local_parameters().items()
+                if n not in self.parts.parameters
             }
             self.shared.wait_for(alike.values())
             self.tensors.validate_gradients(alike, tolerance)
@@ -288,13 +290,13 @@ class StageModule:
         module, undo = self.module, self._attached
         self.layers.install(self.stages)
         undo.callback(self.layers.uninstall)
-        self.remote_gradients.follow()
+        self.remote_gradients.update()
         if not self.is_whole:
             # Lightning's model summary would send it through layers of other stages.
             undo.callback(setattr, module, "example_input_array", module.example_input_array)
             module.example_input_array = None
             for optimizer in self._optimizers:
-                undo.callback(OwnSteps(optimizer).remove)
+                undo.callback(LocalSteps(optimizer).remove)
         self.shared.attach()
         undo.callback(self.shared.detach)
 

@@ -106,4 +106,8 @@ class OpenPipeline:
 
     def _outer_parameters(self) -> list[nn.Parameter]:
         """Return the parameters outside the layers that are trained."""
-        return [each for each in self.stage_module.sharding.outside() if each.requires_grad]
+        return [
+            each
+            for each in self.stage_module.sharding.parameters_outside_layers()
+            if each.requires_grad
+        ]
