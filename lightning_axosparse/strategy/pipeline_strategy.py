@@ -128,11 +128,11 @@ class PipelineStrategy(MPIStrategy):
         if self._tensors is not None:
             with self._tensors.configuring():
                 yield
-        elif layers.are_divided and not layers.are_measured:
+        elif layers.is_distributed and not layers.balances_by_time:
             with DeferredInit() as deferred:
                 yield
             # Sparse ones become smaller before the next one is made.
-            layers.make_sparse(deferred.make)
+            layers.sparsify_adopted(deferred.make)
             deferred.make_except(layers.split()[1].values())
         else:
             yield
@@ -251,7 +251,7 @@ class PipelineStrategy(MPIStrategy):
 
     def _end_run(self, stage_module: StageModule) -> None:
         """Leave the module sharded, or whole where this rank has all of it."""
-        if self._keeps_sharded or not stage_module.is_whole:
+        if self._keeps_sharded or not stage_module.has_all_stages:
             stage_module.end_run()
             self._state = LeftSharded(self.config, stage_module)
         else:
@@ -333,7 +333,7 @@ class PipelineStrategy(MPIStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Do without the all-reduce of gradients while Lightning accumulates them."""
-        with self._state.run.stage_module.shared.kept_local():
+        with self._state.run.stage_module.shared.without_reduction():
             yield
 
     # Checkpoints

@@ -161,7 +161,7 @@ class Running:
         for average in weight_averages(trainer):
             stage_module.sharding.shard_copy(average)
             stage_module.parts.divide_copy(average)
-        if not stage_module.is_whole:
+        if not stage_module.has_all_stages:
             undo.enter_context(parameters_told_apart_by_identity())
         if grid.rank != grid.first_rank(grid.g_inter - 1):
             undo.enter_context(without_writing(trainer))

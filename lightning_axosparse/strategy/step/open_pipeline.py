@@ -53,7 +53,7 @@ class OpenPipeline:
                 precision,
                 groups.whole,
                 groups.world,
-                stage_module.counter(),
+                stage_module.counting_rule(),
                 stage_module.remote_gradients.forget_norms,
             )
             replace_backward(precision, give_gradients)
