@@ -63,12 +63,12 @@ class StageCheckpoints:
         module, grid = stage_module.module, stage_module.grid
         if grid.replica > 0:
             if grid.replica < grid.g_expert:
-                stage_module.parts.whole_values()
+                stage_module.parts.gather_values()
             return {}
         if self._is_ordinary:
             return module.state_dict()
         with state_dict_allowed(module):
-            joined = stage_module.parts.whole_values()
+            joined = stage_module.parts.gather_values()
             if grid.pipeline_index > 0:
                 return {}
             for average in weight_averages(module.trainer):
@@ -113,7 +113,7 @@ class StageCheckpoints:
         for name in (each for each in local if each in parts):
             state = states.pop(name)
             state = state if shards is None else shards.gather_state(local[name], state)
-            joined[name] = parts[name].dense_state(state)
+            joined[name] = parts[name].gather_dense_state(state)
         if shards is not None:
             states = gather_shards(states, local, self._shard_tensors)
             if self._is_read_by_hooks:

@@ -79,7 +79,7 @@ class Partitioner:
                 partition = partition_layers(
                     module, config.pipeline, sizes, config.g_inter, self._call_order
                 )
-        if config.parts > 1:
+        if config.microbatch_count > 1:
             validate_layers(partition)
         if self.balances_by_time:
             validate_example_input(module)

@@ -230,7 +230,7 @@ class StageModule:
         for name, stages in self.sharding.holders.items():
             own, stage = local.get(name), min(stages)
             if name in self.parts.parameters:
-                own = self.parts.parameters[name].copy()
+                own = self.parts.parameters[name].gather_copy()
             values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
             values = self.groups.broadcast_along_pipeline(values, stage)
             if own is not None:

@@ -58,7 +58,7 @@ class OpenPipeline:
             )
             replace_backward(precision, give_gradients)
             if stage_module.parts:
-                show_whole_gradients(precision, module.trainer, stage_module.parts.whole)
+                show_whole_gradients(precision, module.trainer, stage_module.parts.gathered)
             self.pipeline = Pipeline(
                 stage_module.layers,
                 stage_module.links(limit.largest),

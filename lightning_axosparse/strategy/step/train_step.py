@@ -92,7 +92,7 @@ class StepRunner:
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
         self._schedule = SCHEDULES[config.schedule]
         self._loss: Loss = config.loss
-        self.parts = config.parts
+        self.parts = config.microbatch_count
         """Wanted number of micro-batches in a batch."""
         self._splitter = BatchSplitter(trainer, self.parts, config.split_batch, fewest)
         tolerance = tolerance_of(precision, device)

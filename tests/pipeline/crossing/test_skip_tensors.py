@@ -406,7 +406,7 @@ def test_no_stage_waits_for_one_that_fails() -> None:
             raise ZeroDivisionError("of the user")
         return chain(ours, x)
 
-    assert message.learned(pipe.probe(given(step, batch, MICROBATCHES))) is None
+    assert message.crossing_of(pipe.probe(given(step, batch, MICROBATCHES))) is None
     step = lambda x: chain(ours, x)  # noqa: E731
     evaluate(pipe, step, batch, MICROBATCHES, learned(pipe, step, batch, MICROBATCHES))
     dealt.uninstall()
