@@ -15,7 +15,7 @@ For example, on two stages of one layer each:
     skip = h.mean(1)         stage 0 computes result 1          stage 1 takes the received result 1
     scaled = 2 * h           stage 0 computes result 2          stage 1 makes a placeholder
     y = self.layers[1](h)    stage 0 sends h and result 1       stage 1 computes y
-    return y + skip                                             stage 1 computes the sum
+    return y + skip                                             the end of the step adds
 
 So residual streams, skip connections and the states of an encoder are sent with their gradients.
 Where each layer's output goes to the next layer alone, nothing else is sent, and results are not
