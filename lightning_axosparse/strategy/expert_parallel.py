@@ -67,14 +67,17 @@ class ExpertLayer:
     def split_sizes(self, ranks: int) -> Iterator[tuple[str, int, list[int]]]:
         """Yield how a number of ranks split the experts' parameters.
 
+        For example, for 4 experts on 2 ranks, a parameter with slices of 3 rows has sizes (6, 6).
+        With experts in a list, one with 3 rows has sizes (3, 0) if it belongs to expert 0 or 1.
+
         Yields:
             The name of a parameter, and the dimension and sizes for :class:`SplitParameter`.
         """
-        own = self.expert_count // ranks
+        per_rank = self.expert_count // ranks
         if self.expert_list is None:
             for entry in owned_parameters(self.module):
                 dimension, length = _slice(entry, self.expert_count) or (0, 0)
-                yield f"{self.path}.{entry.names[0]}", dimension, [own * length] * ranks
+                yield f"{self.path}.{entry.names[0]}", dimension, [per_rank * length] * ranks
             return
         names = {part: name for name, part in self.module.named_modules()}
         where = names[self.expert_list]
@@ -82,7 +85,7 @@ class ExpertLayer:
             path = ".".join(filter(None, (self.path, where, str(number))))
             for entry in owned_parameters(expert):
                 rows = sum(entry.shape[:1])
-                sizes = [rows if rank == number // own else 0 for rank in range(ranks)]
+                sizes = [rows if rank == number // per_rank else 0 for rank in range(ranks)]
                 yield f"{path}.{entry.names[0]}", 0, sizes
 
     @property
@@ -127,9 +130,9 @@ class ExpertLayer:
             # A parameter whose experts on other ranks have tokens has a gradient of zero, not None.
             trained = [p for p in self.module.parameters() if p.requires_grad and any_tokens]
             return rows + sum(p[:0].sum() for p in trained)
-        with ExitStack() as fewer:
+        with ExitStack() as stack:
             for owner, name in self.count_attributes:
-                fewer.enter_context(patched(owner, name, len(experts)))
+                stack.enter_context(patched(owner, name, len(experts)))
             return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
 
 

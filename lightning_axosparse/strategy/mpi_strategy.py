@@ -164,7 +164,7 @@ class MPIStrategy(ParallelStrategy):
         devices = len(self.parallel_devices or ())
         job_size, restarts = environment.job_size(), self.config.restarts
         validate_world_size(devices, self.num_nodes, job_size)
-        self._grid_of(0)
+        self._grid_of(0)  # It raises an error if the ranks cannot form the grid.
         if job_size == 1 and self._rank_count > 1:
             self._launcher = MPILauncher(self, self._rank_count, restarts)
         elif restarts:

@@ -141,14 +141,7 @@ def run_on_meta(
 
     def meta_of(tensor: Tensor) -> Tensor:
         if id(tensor) not in metas:
-            # A placeholder is one number, expanded with strides of zero.
-            if tensor.layout is not torch.strided or 0 in tensor.stride():
-                meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            else:
-                meta = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
-                )
-            metas[id(tensor)] = tensor, meta.requires_grad_(tensor.requires_grad)
+            metas[id(tensor)] = tensor, _meta_like(tensor)
         return metas[id(tensor)][1]
 
     # Inference tensors have no versions.
@@ -181,6 +174,15 @@ def run_on_meta(
         result = tree_map_only(Tensor, argument_or_description, result)
     makes_tensors = TensorDescription in map(type, tree_leaves(result))
     return Outcome(result, makes_tensors, tuple(changed))
+
+
+def _meta_like(tensor: Tensor) -> Tensor:
+    # A placeholder is one number, expanded with strides of zero.
+    if tensor.layout is not torch.strided or 0 in tensor.stride():
+        meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    else:
+        meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return meta.requires_grad_(tensor.requires_grad)
 
 
 def _device(tensors: list[Tensor]) -> str:

@@ -85,7 +85,9 @@ def called_in_order(
     else:
         return []
     times = Counter(calls)
-    counted = {name for name in layers if times[name] == 1 or _has_tensors(module, name)}
+    counted = {
+        name for name in layers if times[name] == 1 or _has_tensors(module.get_submodule(name))
+    }
     expected = [name for name in layers if name in counted and layers[name] in containers]
     called = [name for name in calls if name in counted]
     return called if sorted(called) == sorted(expected) else []
@@ -124,16 +126,14 @@ def _record_calls(
     return True, calls
 
 
-def _has_tensors(module: nn.Module, name: str) -> bool:
-    layer = module.get_submodule(name)
+def _has_tensors(layer: nn.Module) -> bool:
     return any(True for _ in chain(layer.parameters(), layer.buffers()))
 
 
 def _has_state(layer: nn.Module) -> bool:
     """Whether a layer has tensors or hooks, so that it cannot be on several stages."""
-    parts = list(layer.modules())
-    hooks = (part._forward_hooks or part._forward_pre_hooks for part in parts)
-    return any(hooks) or any(True for _ in chain(layer.parameters(), layer.buffers()))
+    hooks = (part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
+    return any(hooks) or _has_tensors(layer)
 
 
 class Partition(NamedTuple):
