@@ -55,7 +55,7 @@ class RankMemory:
 def measure_memory(
     stage_module: StageModule, optimizers: Sequence[Optimizer], activations: int, free: int
 ) -> RankMemory:
-    """Count the bytes of this rank's layers, after the optimizers have stepped, so have state."""
+    """Count the bytes of this rank's layers; the optimizers must have stepped, to have state."""
     layers, parts = stage_module.layers.layers, stage_module.layers.parts
     own = [index for stage in stage_module.stages for index in parts[stage]]
     inside = {parameter for index in own for parameter in layers[index].parameters()}

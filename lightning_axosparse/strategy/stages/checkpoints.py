@@ -73,11 +73,8 @@ class StageCheckpoints:
                 return {}
             for average in weight_averages(module.trainer):
                 stage_module.share_outer_buffers(average)
-            return self._for_hooks(
-                gather_model_state(
-                    stage_module.sharding, stage_module.stages, self._tensors, joined
-                )
-            )
+            sharding, stages = stage_module.sharding, stage_module.stages
+            return self._for_hooks(gather_model_state(sharding, stages, self._tensors, joined))
 
     def optimizer_state(
         self, optimizer: Optimizer, ordinary: Callable[[Optimizer], dict[str, Any]]
@@ -178,15 +175,13 @@ class StageCheckpoints:
             load_whole_optimizer(optimizer, state, stage_module.device)
             return
         sparse = sparse_parameters(stage_module.module)
-        groups, local = (
-            stage_module.group_names(optimizer),
-            stage_module.sharding.local_parameters(),
-        )
+        groups = stage_module.group_names(optimizer)
         state = {**state, "state": stage_module.parts.local_states(state["state"], groups)}
-        state = local_optimizer_state(state, groups, local, sparse)
+        parameters = stage_module.sharding.local_parameters()
+        local = local_optimizer_state(state, groups, parameters, sparse)
         if self._shards is not None:
-            state = self._shards.shard_state_dict(state)
-        optimizer.load_state_dict(dict(state))
+            local = self._shards.shard_state_dict(local)
+        optimizer.load_state_dict(local)
         move_optimizers([optimizer], stage_module.device)
         restore_masters(optimizer, sparse.values())
 

@@ -106,8 +106,5 @@ class OpenPipeline:
 
     def _outer_parameters(self) -> list[nn.Parameter]:
         """Return the parameters outside the layers that are trained."""
-        return [
-            each
-            for each in self.stage_module.sharding.parameters_outside_layers()
-            if each.requires_grad
-        ]
+        outside = self.stage_module.sharding.parameters_outside_layers()
+        return [parameter for parameter in outside if parameter.requires_grad]
