@@ -346,11 +346,9 @@ _LEAVES = (Tensor, TensorDescription)
 
 def with_descriptions(tree: Any) -> Any:
     """Replace the tensors in an object by descriptions; those that it has stay."""
-
-    def description(value: Any) -> TensorDescription:
-        return TensorDescription.of(value) if isinstance(value, Tensor) else value
-
-    return object_map(_LEAVES, description, tree)
+    return object_map(
+        _LEAVES, lambda leaf: TensorDescription.of(leaf) if isinstance(leaf, Tensor) else leaf, tree
+    )
 
 
 def values_in(tree: Any) -> list[Any]:

@@ -81,10 +81,11 @@ class Sharding:
 
     def local_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this rank stores, by name, in the module's order."""
+        # Not by `holders_of`, as each step would call it for every parameter.
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
-            if not self.holders_of(name).isdisjoint(self._local)
+            if not (self.holders.get(name) or self._holders_of_name(name)).isdisjoint(self._local)
         }
 
     def parameters_outside_layers(self) -> list[nn.Parameter]:
