@@ -14,7 +14,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     Gradients,
     Link,
     Message,
-    relink,
+    detached_message,
 )
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.schedule import Schedule
@@ -46,7 +46,7 @@ class ReadyLink(Link):
 
 def arrived(content: Activation | Gradients) -> Message:
     """The message in which it has been received."""
-    _, message = relink(content)
+    _, message = detached_message(content)
     return message
 
 

@@ -28,7 +28,7 @@ from lightning_axosparse.pruning.channel_ticket import (
 )
 from lightning_axosparse.pruning.channels import Channels, find_channels
 from lightning_axosparse.pruning.masks import Distance, MaskBits
-from lightning_axosparse.strategy.validation import optimizers_before_setup, unless_made_later
+from lightning_axosparse.strategy.validation import ignore_if_layers_follow, optimizers_before_setup
 from lightning_axosparse.support.arguments import (
     FRACTION,
     NONE,
@@ -127,7 +127,7 @@ class EarlyBirdChannels(TicketCallback):
         return self.search.every, self.search.draw_by
 
     def _validate_before_launch(self, trainer: Trainer) -> None:
-        with unless_made_later(trainer.lightning_module):
+        with ignore_if_layers_follow(trainer.lightning_module):
             self._find(trainer.lightning_module)
         if trainer.strategy.launcher is not None:
             _validate_optimizers(optimizers_before_setup(trainer.lightning_module))
@@ -200,7 +200,7 @@ class EarlyBirdChannels(TicketCallback):
     def _scales(self, trainer: Trainer) -> dict[str, Tensor]:
         """The scales of removable channels on this rank, by BatchNorm."""
         assert self._channels is not None
-        held = strategy_of(trainer).held_parameters()
+        held = strategy_of(trainer).local_parameters()
         weights = ((name, f"{name}.weight") for name in self._channels.scales)
         return {name: held[weight] for name, weight in weights if weight in held}
 

@@ -34,8 +34,8 @@ from lightning_axosparse.sparse.cpu.products import max_density
 from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
 from lightning_axosparse.sparse.store.materialize import copy_pays
 from lightning_axosparse.strategy.validation import (
+    ignore_if_layers_follow,
     optimizers_before_setup,
-    unless_made_later,
     validate_one_optimizer,
 )
 from lightning_axosparse.support.arguments import (
@@ -108,7 +108,7 @@ class WeightPruning(TicketCallback):
         """The processor for which all ranks choose products; None before weights are pruned."""
 
     def _validate_before_launch(self, trainer: Trainer) -> None:
-        with unless_made_later(trainer.lightning_module):
+        with ignore_if_layers_follow(trainer.lightning_module):
             self._validate_model(trainer.lightning_module)
             if trainer.strategy.launcher is not None and self.ticket is None:
                 optimizers = optimizers_before_setup(trainer.lightning_module)
@@ -210,7 +210,7 @@ class WeightPruning(TicketCallback):
         backend = Backend(self.compute, self._processor)
         if self.compute == "auto" and self._copy_pays(trainer, ticket, backend):
             backend = Backend("samo", self._processor)
-        strategy.sparsify(ticket.part(strategy.held_parameters()), backend)
+        strategy.sparsify(ticket.part(strategy.local_parameters()), backend)
 
     def _copy_pays(self, trainer: Trainer, ticket: Ticket, backend: Backend) -> bool:
         strategy = strategy_of(trainer)

@@ -67,8 +67,8 @@ class DividedGradient(Tensor):
         )
 
 
-def kept(gradient: Tensor) -> Tensor:
-    """What this replica keeps of a gradient: all of it, or its part."""
+def local_part(gradient: Tensor) -> Tensor:
+    """Return the part of a gradient that this replica keeps, or all of one that is not divided."""
     return gradient.part if isinstance(gradient, DividedGradient) else gradient
 
 

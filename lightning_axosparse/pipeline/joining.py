@@ -24,7 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse.pipeline.crossing.message import Activation
-from lightning_axosparse.pipeline.crossing.placeholder import Unsent, values_in
+from lightning_axosparse.pipeline.crossing.placeholder import TensorDescription, values_in
 from lightning_axosparse.support.object_trees import object_map
 from lightning_axosparse.support.troubleshooting import see
 
@@ -267,7 +267,7 @@ def join(
             shapes = ", ".join(str(tuple(part.shape)) for part in parts)
             text = f"tensors of shapes {shapes} for micro-batches of {', '.join(map(str, sizes))}"
             raise cannot_join(name_of(layer_of(key)), text + " samples")
-        if isinstance(parts[0], Unsent):
+        if isinstance(parts[0], TensorDescription):
             values.append(_joined_description(parts, layout))
             continue
         joined = joined_by(layout, [part.detach() for part in parts], sizes).detach()
@@ -282,7 +282,7 @@ def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
     """Replace the tensors and descriptions in an activation, in their order."""
 
     def replaced(tree: Any) -> Any:
-        return object_map((Tensor, Unsent), lambda value: next(values), tree)
+        return object_map((Tensor, TensorDescription), lambda value: next(values), tree)
 
     return activation._replace(
         output=replaced(activation.output),
@@ -294,14 +294,16 @@ def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
     )
 
 
-def _joined_description(parts: Sequence[Unsent], layout: SampleLayout) -> Unsent:
+def _joined_description(
+    parts: Sequence[TensorDescription], layout: SampleLayout
+) -> TensorDescription:
     """Return the description of a tensor of the whole batch."""
     first = parts[0]
     if not isinstance(layout, Axis):
         return first
     shape = list(first.shape)
     shape[layout.dim] = sum(part.shape[layout.dim] for part in parts)
-    return Unsent(torch.Size(shape), first.dtype, first.device, first.requires_grad)
+    return TensorDescription(torch.Size(shape), first.dtype, first.device, first.requires_grad)
 
 
 def learn(
@@ -324,7 +326,7 @@ def learn(
             differences.append((key, float("inf")))
             break
         values = [part for _, part in own]
-        if isinstance(value, Unsent):
+        if isinstance(value, TensorDescription):
             shapes = [torch.empty(each.shape, device="meta") for each in (value, *values)]
             layout, difference = best_layout(shapes[0], shapes[1:], sizes, lambda a, b: 0.0)
         else:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from lightning_axosparse.pipeline.choice import InFlightLimit
-from lightning_axosparse.pipeline.crossing.message import Link, Reads, relink
+from lightning_axosparse.pipeline.crossing.message import Link, StageReads, detached_message
 from lightning_axosparse.pipeline.engine import SharedOrder, StageRun, run
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
@@ -152,7 +152,7 @@ class Pipeline:
             run(self._runs(steps, self._order(ForwardOnly, batch)))
         return steps
 
-    def probe(self, batch: Batch) -> dict[int, Reads]:
+    def probe(self, batch: Batch) -> dict[int, StageReads]:
         """Run the first micro-batch forward, and return the values that each stage reads of others.
 
         Collective over the pipeline. Gradients are not computed, but the graph is, as the behaviour
@@ -169,12 +169,12 @@ class Pipeline:
         gathered = self._gather(reads)
         return {stage: each for others in gathered for stage, each in others.items()}
 
-    def _read_by_end(self, batch: Batch, last: ProbingStep) -> Reads:
+    def _read_by_end(self, batch: Batch, last: ProbingStep) -> StageReads:
         """Return the values of the stages that the end of the step reads."""
-        reads, activation = Reads(), last.activation
+        reads, activation = StageReads(), last.activation
         if activation is None or activation.has_failed or activation.is_empty:
             return reads
-        message = relink(activation)[1]
+        message = detached_message(activation)[1]
         try:
             with batch.effects.read():
                 end = StepEnd(batch, self._layers, self._rng)

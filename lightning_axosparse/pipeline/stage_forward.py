@@ -26,8 +26,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing.message import NOTHING, Activation, Message, Reads, Sent
-from lightning_axosparse.pipeline.crossing.placeholder import Placeholder, Progress, described
+from lightning_axosparse.pipeline.crossing.message import (
+    NOTHING,
+    Activation,
+    Message,
+    SentValues,
+    StageReads,
+)
+from lightning_axosparse.pipeline.crossing.placeholder import (
+    Placeholder,
+    StepProgress,
+    with_descriptions,
+)
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.object_trees import object_leaves
@@ -188,10 +198,10 @@ class StepRun:
 
     stage: int
     received: Message = NOTHING
-    sent: Sent | None
+    sent: SentValues | None
     seed_layers: Callable[[], None] | None = None
     ends_behind_layers: bool = True
-    reads: Reads | None = None
+    reads: StageReads | None = None
     first_inputs: FirstInputs | None = None
     behind_layers: Callable[[Any], None] | None = None
     behind_layer: Callable[[Any], None] | None = None
@@ -317,7 +327,7 @@ class PipelinedLayers:
         """
         received: Activation = run.received.content
         part, sent = self.part(run.stage), run.sent
-        progress = Progress(run.stage, placeholders=run.placeholders)
+        progress = StepProgress(run.stage, placeholders=run.placeholders)
         # The end of the step changes the module's own buffers.
         buffers = self._buffers if sent is not None else {}
         values = DerivedValues(progress, part, received, sent, buffers, self.names, run.reads)
@@ -349,7 +359,7 @@ class PipelinedLayers:
             may_call_none: whether the step may call no layer at all, alike on all stages.
         """
         if self._current is not None:
-            self._current.values.read(output)
+            self._current.values.record_output(output)
         called_none = run.next_layer == 0 and (run.stage == 0 or run.received.content.is_empty)
         if run.next_layer < len(self.layers) and not (may_call_none and called_none):
             raise MisconfigurationException(
@@ -504,7 +514,7 @@ def _record_output(current: _CurrentRun, index: int, output: Any) -> None:
 @never_compiled
 def _activation(current: _CurrentRun) -> Activation:
     """Return the activation that a stage sends when the step reaches the next stage."""
-    return current.values.sent()._replace(side_outputs=current.side_outputs.to_send())
+    return current.values.activation()._replace(side_outputs=current.side_outputs.to_send())
 
 
 @never_compiled
@@ -520,6 +530,6 @@ def _replacement(
         with current.values.replaying():
             current.side_outputs.replay(index)
     is_received = index == current.part.start - 1
-    output = received.output if is_received else described(received.output)
+    output = received.output if is_received else with_descriptions(received.output)
     with paused(current.modes):
         return current.values.replace_output(index, output)

@@ -23,10 +23,10 @@ from lightning_axosparse.pipeline.crossing.message import (
     Crossing,
     Gradients,
     Message,
-    Reads,
-    Sent,
+    SentValues,
+    StageReads,
 )
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
+from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -126,9 +126,9 @@ class Batch:
         """The number of samples in each micro-batch."""
         return [part.size for part in self.microbatches]
 
-    def sent(self, stage: int) -> Sent:
+    def sent(self, stage: int) -> SentValues:
         """Return the values that a stage sends."""
-        return Sent() if self.crossing is None else self.crossing[stage]
+        return SentValues() if self.crossing is None else self.crossing[stage]
 
     def observers(
         self, part: MicroBatch, stage: int, counts: bool = False
@@ -205,7 +205,7 @@ class StageStep:
             return Activation(has_failed=True)
         try:
             return self._passed(self._new_run(microbatch, received), microbatch)
-        except FirstRead:
+        except UnsentValueError:
             return Activation(has_failed=True)
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
@@ -311,7 +311,7 @@ class ProbingStep(StageStep):
 
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
-        self.reads = Reads()
+        self.reads = StageReads()
         """Records the values of other stages that the stage reads."""
         self.activation: Activation | None = None
         """The activation of the stage."""

@@ -20,9 +20,9 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
-    Reads,
+    StageReads,
 )
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
+from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -80,7 +80,7 @@ class StepEnd:
         with batch.effects.counted():
             try:
                 return self._called(part, run, part.batch, counts=True, may_call_none=may_call_none)
-            except FirstRead as error:
+            except UnsentValueError as error:
                 raise RunAgain(Rerun.READS) from error
 
     def gradients(self) -> list[list[Tensor | None]]:
@@ -99,7 +99,7 @@ class StepEnd:
         part: MicroBatch,
         message: Message,
         modes: Sequence[Mode] = (),
-        reads: Reads | None = None,
+        reads: StageReads | None = None,
         tracked: TrackedLosses | None = None,
     ) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.

@@ -1,4 +1,4 @@
 """The Lightning strategy: its hooks, steps, sharding and validation.
 
-It may import from every subpackage but callbacks, cli and examples.
+It may import from all subpackages except callbacks, cli and examples.
 """

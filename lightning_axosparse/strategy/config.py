@@ -44,7 +44,7 @@ _TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind
 
 @dataclass(frozen=True, kw_only=True)
 class Plugins:
-    """The arguments of Lightning's strategies."""
+    """The arguments that Lightning's strategies have, too."""
 
     accelerator: Accelerator | None = None
     parallel_devices: list[torch.device] | None = None
@@ -88,7 +88,7 @@ class Config(Plugins):
     restarts: int = 0
 
     def __post_init__(self) -> None:
-        """Check each argument, then what must go together."""
+        """Check each argument, then their combinations."""
         super().__post_init__()
         check_fields(
             MisconfigurationException,
@@ -123,36 +123,36 @@ class Config(Plugins):
 
     @property
     def ranks_per_pipeline(self) -> int:
-        """Ranks that compute the stages of a replica."""
+        """Number of ranks that compute the stages of a replica."""
         return self.g_inter if self.transport == "mpi" else 1
 
     @property
     def timeout_seconds(self) -> float:
-        """Seconds that a rank waits for others at a time before it ends the job."""
+        """Seconds for which a rank waits for others before it ends the job."""
         timeout = self.timeout
         return timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
 
     @property
     def runs_pipeline(self) -> bool:
-        """Whether there are stages or micro-batches, or layers that are computed again."""
+        """Whether there are several stages or micro-batches, shared layers or recomputed ones."""
         split = self.g_inter > 1 or self.microbatch_count > 1 or self.shares_layers
         return split or self.recompute is not None
 
     @property
     def tensors(self) -> TensorParallel:
-        """Which weights ranks share."""
+        """The arguments of tensor parallelism."""
         given = self.tensor_parallel
         return given if isinstance(given, TensorParallel) else TensorParallel(given)
 
     @property
     def experts(self) -> ExpertParallel:
-        """Which experts are spread over ranks."""
+        """The arguments of expert parallelism."""
         given = self.expert_parallel
         return given if isinstance(given, ExpertParallel) else ExpertParallel(given)
 
     @property
     def shares_layers(self) -> bool:
-        """Whether several ranks have each a part of a layer."""
+        """Whether several ranks share layers."""
         return self.tensors.ranks > 1 or self.experts.ranks > 1
 
     def _check_grid(self) -> None:

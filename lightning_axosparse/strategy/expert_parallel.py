@@ -6,8 +6,8 @@ lie along the first dimension of each of their parameters, or are the modules of
 ``nn.ModuleList``. Each rank keeps some of them, calls the module's own ``forward`` with the tokens
 of these, from all ranks, and sends the results back.
 
-What PEFT adds to parameters of such a module (``LoraConfig(target_parameters=...)``) is a module
-around it, which has the same ``forward``. Each rank keeps the adapters of its experts, too.
+PEFT (``LoraConfig(target_parameters=...)``) wraps such a module in one with the same ``forward``.
+Each rank stores the adapters of its experts, too.
 """
 
 from __future__ import annotations
@@ -41,58 +41,62 @@ class ExpertLayer:
 
     Attributes:
         path: its name.
-        module: the module, with what PEFT has put around it.
-        listed: the list of its experts; None where they are slices of its parameters.
+        module: the module, with PEFT's wrappers.
+        expert_list: the list of its experts; None if they are slices of its parameters.
     """
 
     path: str
     module: nn.Module
-    listed: nn.ModuleList | None
+    expert_list: nn.ModuleList | None
 
     @property
-    def nested(self) -> list[nn.Module]:
-        """The module that has the experts, and before it what is around it, outermost first."""
-        found = [self.module]
-        while isinstance(inner := getattr(found[-1], "base_layer", None), nn.Module):
-            found.append(inner)
-        return found
+    def nested_modules(self) -> list[nn.Module]:
+        """PEFT's wrappers, the outermost first, and the module that has the experts."""
+        modules = [self.module]
+        while isinstance(inner := getattr(modules[-1], "base_layer", None), nn.Module):
+            modules.append(inner)
+        return modules
 
     @property
-    def experts(self) -> int:
+    def expert_count(self) -> int:
         """The number of experts."""
-        if self.listed is not None:
-            return len(self.listed)
-        own = (e for e in owned_parameters(self.nested[-1]) if "." not in e.names[0])
+        if self.expert_list is not None:
+            return len(self.expert_list)
+        own = (e for e in owned_parameters(self.nested_modules[-1]) if "." not in e.names[0])
         return next((entry.shape[0] for entry in own if entry.shape), 0)
 
-    def parameters(self, ranks: int) -> Iterator[tuple[str, int, list[int]]]:
-        """How so many ranks divide the experts' parameters.
+    def split_sizes(self, ranks: int) -> Iterator[tuple[str, int, list[int]]]:
+        """Yield how a number of ranks split the experts' parameters.
+
+        For example, for 4 experts on 2 ranks, a parameter with slices of 3 rows has sizes (6, 6).
+        With experts in a list, one with 3 rows has sizes (3, 0) if it belongs to expert 0 or 1.
 
         Yields:
-            The name of one, and the dimension and sizes as for :class:`SplitParameter`.
+            The name of a parameter, and the dimension and sizes for :class:`SplitParameter`.
         """
-        own = self.experts // ranks
-        if self.listed is None:
+        per_rank = self.expert_count // ranks
+        if self.expert_list is None:
             for entry in owned_parameters(self.module):
-                dimension, length = _slice(entry, self.experts) or (0, 0)
-                yield f"{self.path}.{entry.names[0]}", dimension, [own * length] * ranks
+                dimension, length = _slice(entry, self.expert_count) or (0, 0)
+                yield f"{self.path}.{entry.names[0]}", dimension, [per_rank * length] * ranks
             return
-        where = next(name for name, part in self.module.named_modules() if part is self.listed)
-        for number, expert in enumerate(self.listed):
+        names = {part: name for name, part in self.module.named_modules()}
+        where = names[self.expert_list]
+        for number, expert in enumerate(self.expert_list):
             path = ".".join(filter(None, (self.path, where, str(number))))
             for entry in owned_parameters(expert):
                 rows = sum(entry.shape[:1])
-                sizes = [rows if rank == number // own else 0 for rank in range(ranks)]
+                sizes = [rows if rank == number // per_rank else 0 for rank in range(ranks)]
                 yield f"{path}.{entry.names[0]}", 0, sizes
 
     @property
-    def counts(self) -> list[tuple[nn.Module, str]]:
-        """The attributes in which the module, and what is around it, keep the number of experts."""
-        found = ((each, k, v) for each in self.nested for k, v in vars(each).items())
+    def count_attributes(self) -> list[tuple[nn.Module, str]]:
+        """The modules and attributes that have the number of experts."""
         return [
-            (each, k)
-            for each, k, v in found
-            if "expert" in k and type(v) is int and v == self.experts
+            (module, name)
+            for module in self.nested_modules
+            for name, value in vars(module).items()
+            if "expert" in name and type(value) is int and value == self.expert_count
         ]
 
     def forward(
@@ -118,26 +122,26 @@ class ExpertLayer:
         weights: Tensor,
         any_tokens: bool,
     ) -> Tensor:
-        """Compute rows by the experts of this rank, to which their numbers refer."""
-        if self.listed is not None:
-            # The list has all experts, of which those of other ranks get no token.
+        """Compute rows by the experts of this rank, whose numbers begin at 0."""
+        if self.expert_list is not None:
+            # The list has all experts, but those of other ranks get no tokens.
             numbers = numbers + experts.start
             return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
         if any_tokens and not len(rows):
             # Of a parameter whose other experts have tokens the gradient is zero, and not None.
             trained = [p for p in self.module.parameters() if p.requires_grad]
             return rows + sum(p[:0].sum() for p in trained)
-        with ExitStack() as fewer:
-            for owner, name in self.counts:
-                fewer.enter_context(patched(owner, name, len(experts)))
+        with ExitStack() as stack:
+            for owner, name in self.count_attributes:
+                stack.enter_context(patched(owner, name, len(experts)))
             return own(rows, numbers[:, None], weights[:, None])  # type: ignore[no-any-return]
 
 
 def expert_layers(module: nn.Module, experts: Experts, ranks: int) -> list[ExpertLayer]:
-    """The modules with experts that are spread over so many ranks.
+    """Find the modules with experts that are spread over a number of ranks.
 
     Raises:
-        MisconfigurationException: where there is none, or one cannot be spread over them.
+        MisconfigurationException: if there is none, or one cannot be spread over them.
     """
     patterns = [experts] if isinstance(experts, str) else list(experts)
     if experts == "auto":
@@ -147,50 +151,52 @@ def expert_layers(module: nn.Module, experts: Experts, ranks: int) -> list[Exper
             for name, style in plan.items()
             if style == "ep_dispatch_experts"
         ]
-    found = [
-        _layer(path, part)
+    layers = [
+        _expert_layer(path, part)
         for path, part in module.named_modules()
         if any(matches(path, pattern) for pattern in patterns)
     ]
-    if not found:
-        how = (
+    if not layers:
+        reason = (
             "no Hugging Face module in it has a plan for experts"
             if experts == "auto"
-            else (f"it has no module {', '.join(map(repr, patterns))}")
+            else f"it has no module {', '.join(map(repr, patterns))}"
         )
         raise MisconfigurationException(
-            f"expert_parallel spreads the experts of {type(module).__name__}, but {how}. Give "
+            f"expert_parallel spreads the experts of {type(module).__name__}, but {reason}. Give "
             f"ExpertParallel({ranks}, 'model.layers.*.mlp.experts'), a pattern of the names of the "
             f"modules whose `forward` takes {', '.join(_ARGUMENTS)}." + see("expert-parallel")
         )
-    for layer in found:
-        if layer.experts % ranks:
+    for layer in layers:
+        if layer.expert_count % ranks:
             raise MisconfigurationException(
-                f"{layer.path!r} has {layer.experts} experts, which expert_parallel={ranks} does "
-                "not divide. Choose another number of ranks." + see("expert-parallel")
+                f"{layer.path!r} has {layer.expert_count} experts, which expert_parallel={ranks} "
+                "does not divide. Choose another number of ranks." + see("expert-parallel")
             )
-        if layer.experts == ranks and len(layer.nested) > 1:
+        if layer.expert_count == ranks and len(layer.nested_modules) > 1:
             raise MisconfigurationException(
-                f"With expert_parallel={ranks} each rank has one of {layer.experts} experts of "
-                f"{layer.path!r}, but PEFT adapts parameters of several in another way than those "
-                "of one. Choose fewer ranks." + see("expert-parallel")
+                f"With expert_parallel={ranks} each rank has one of {layer.expert_count} experts "
+                f"of {layer.path!r}, but PEFT adapts parameters of several in another way than "
+                "those of one. Choose fewer ranks." + see("expert-parallel")
             )
-    return found
+    return layers
 
 
-def _layer(path: str, module: nn.Module) -> ExpertLayer:
+def _expert_layer(path: str, module: nn.Module) -> ExpertLayer:
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     layer = ExpertLayer(path, module, lists[0] if lists else None)
-    arguments = list(signature(layer.nested[-1].forward).parameters)
+    arguments = list(signature(layer.nested_modules[-1].forward).parameters)
     reason = None
     if arguments not in (_ARGUMENTS, _OF_GPT_OSS):
         reason = f"its `forward` takes {', '.join(arguments) or 'nothing'}"
-    elif layer.experts == 0:
+    elif layer.expert_count == 0:
         reason = "it has neither parameters of its own nor an nn.ModuleList of experts"
-    elif layer.listed is None:
-        others = [e.names[0] for e in owned_parameters(module) if _slice(e, layer.experts) is None]
+    elif layer.expert_list is None:
+        others = [
+            e.names[0] for e in owned_parameters(module) if _slice(e, layer.expert_count) is None
+        ]
         if others:
-            reason = f"{others[0]!r} has no slice for each of {layer.experts} experts"
+            reason = f"{others[0]!r} has no slice for each of {layer.expert_count} experts"
     if reason is not None:
         raise MisconfigurationException(
             f"The experts of {path!r} ({type(module).__name__}) cannot be spread: {reason}. Its "
@@ -202,10 +208,11 @@ def _layer(path: str, module: nn.Module) -> ExpertLayer:
 
 
 def _slice(entry: OwnedParameter, experts: int) -> tuple[int, int] | None:
-    """The dimension along which experts have slices of a parameter, and the length of one.
+    """Return the dimension along which experts have slices of a parameter, and their length.
 
-    PEFT's first factor has the rows of one expert after those of another; its second factor has
-    columns of all experts in turn, for each of its rank.
+    PEFT's first factor, ``lora_A``, has the rows of one expert after those of another. Its second
+    factor, ``lora_B``, has a block of columns for each rank of the adapter, with one column for
+    each expert. For two experts and rank 2 the columns belong to experts 0, 1, 0 and 1.
     """
     words, shape = entry.names[0].split("."), entry.shape
     if "lora_B" in words:
@@ -217,7 +224,7 @@ def _slice(entry: OwnedParameter, experts: int) -> tuple[int, int] | None:
 
 
 class SpreadExperts:
-    """The experts of a module, of which each rank of a group has some.
+    """The experts of a module that are spread over the ranks of a group.
 
     The ranks of ``tensor_group`` have the same tokens and experts as this one.
     """
@@ -231,7 +238,7 @@ class SpreadExperts:
     ) -> None:
         self.group = group
         self._layers = [
-            (layer, TokenExchange(group, layer.experts, tensor_group))
+            (layer, TokenExchange(group, layer.expert_count, tensor_group))
             for layer in expert_layers(module, experts, group.size())
         ]
 
@@ -240,35 +247,35 @@ class SpreadExperts:
         """Bytes of tokens and their gradients that this rank has sent to others."""
         return sum(exchange.sent_bytes for _, exchange in self._layers)
 
-    def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
-        """The parameters of this stage's experts."""
-        split: dict[str, SplitParameter] = {}
-        here = []
+    def split_parameters(self, local: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
+        """Return the parameters of this stage's experts; forget the experts of other stages."""
+        splits: dict[str, SplitParameter] = {}
+        own_layers = []
         for layer, exchange in self._layers:
-            parameters = [each for each in layer.parameters(self.group.size()) if each[0] in held]
+            parameters = [each for each in layer.split_sizes(self.group.size()) if each[0] in local]
             for name, dimension, sizes in parameters:
-                _validate(held[name])
-                split[name] = SplitParameter(held[name], dimension, sizes, self.group)
+                _validate(local[name])
+                splits[name] = SplitParameter(local[name], dimension, sizes, self.group)
             if parameters:
-                here.append((layer, exchange))
-        self._layers = here
-        return split
+                own_layers.append((layer, exchange))
+        self._layers = own_layers
+        return splits
 
     @contextmanager
     def reading_parts(self) -> Iterator[None]:
-        """Let modules compute the tokens of all ranks that belong to their experts here."""
+        """Let modules compute, with this rank's experts, the tokens of all ranks."""
         with ExitStack() as undo:
             for layer, exchange in self._layers:
                 make = partial(partial, layer.forward, exchange)
                 undo.enter_context(replaced_forward(layer.module, make))
-                for number, expert in enumerate(layer.listed or ()):
+                for number, expert in enumerate(layer.expert_list or ()):
                     if number not in exchange.own:
                         undo.enter_context(replaced_forward(expert, lambda _: _no_tokens))
             yield
 
 
 def _no_tokens(tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Stand in for the ``forward`` of an expert of another rank, which gets no tokens here."""
+    """Replaces the ``forward`` of an expert of another rank, which gets no tokens here."""
     assert not len(tokens)
     return tokens
 

@@ -38,9 +38,9 @@ T = TypeVar("T")
 class MPIStrategy(ParallelStrategy):
     """A strategy whose ranks are ``g_data`` replicas of consecutive ranks.
 
-    Every rank of a replica is given the same samples and logs the same values, so Lightning's
-    reductions go over replicas. A ``cluster_environment`` says how the cluster works, such as how
-    Slurm requeues jobs; the ranks are those of the MPI job in any case.
+    All ranks of a replica get the same samples and log the same values, so Lightning's reductions
+    are over replicas. A ``cluster_environment`` says how the cluster works, such as how Slurm
+    requeues jobs; the ranks are always those of the MPI job.
     """
 
     def __init__(self, config: Config) -> None:
@@ -52,18 +52,18 @@ class MPIStrategy(ParallelStrategy):
             config.checkpoint_io,
             config.precision_plugin,
         )
-        self._seen: environment.Placement | None = None
-        """What a step sees as this rank's place in the job; None for the place itself."""
+        self._shown_placement: environment.Placement | None = None
+        """The placement of this rank that a step sees; None for the real one."""
         self.config = config
         self.num_nodes = 1
         """Number of nodes, as given to the Trainer, which sets it."""
         self._groups: ProcessGroups | None = None
-        # What setup changes registers here how it is undone; teardown closes it.
+        # Setup registers here how its changes are undone; teardown closes it.
         self._undo = ExitStack()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, or one that writes a file whole or not at all."""
+        """The user's plugin, or one that never leaves a partly written file."""
         self._checkpoint_io = with_atomic_files(self._checkpoint_io)
         return self._checkpoint_io
 
@@ -73,7 +73,7 @@ class MPIStrategy(ParallelStrategy):
 
     @property
     def _placement(self) -> environment.Placement:
-        return self._seen or environment.placement()
+        return self._shown_placement or environment.placement()
 
     @property
     def world_size(self) -> int:
@@ -103,7 +103,7 @@ class MPIStrategy(ParallelStrategy):
 
     @property
     def ranks_on_device(self) -> int:
-        """How many ranks share this rank's device; on CPU, this node."""
+        """Number of ranks on this rank's device; on CPU, on this node."""
         assert self.parallel_devices is not None
         return self.parallel_devices.count(self.root_device)
 
@@ -117,15 +117,15 @@ class MPIStrategy(ParallelStrategy):
     def _grid_of(self, rank: int) -> Grid:
         config = self.config
         shared = {"g_tensor": config.tensors.ranks, "g_expert": config.experts.ranks}
-        return Grid(self._ranks, config.ranks_per_pipeline, rank, **shared)
+        return Grid(self._rank_count, config.ranks_per_pipeline, rank, **shared)
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several data-parallel ranks, which need different samples.
+        """Whether there are several data-parallel ranks, which get different samples.
 
-        In a step it is whether there are several replicas, which log different values.
+        In a step, whether there are several replicas, which log different values.
         """
-        return (self.grid.data_size if self._seen is None else self.grid.g_data) > 1
+        return (self.grid.data_size if self._shown_placement is None else self.grid.g_data) > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -135,10 +135,10 @@ class MPIStrategy(ParallelStrategy):
     def step_context(
         self, precision: Callable[[], AbstractContextManager[None]]
     ) -> Callable[[], AbstractContextManager[None]]:
-        """Makes the context of a step: that of ``precision``, with one rank for each replica.
+        """Return a function that makes the context of a step, in which each replica is one rank.
 
-        A step that divides by ``trainer.world_size``, or logs if ``trainer.is_global_zero``, then
-        does so as on one process.
+        So a step that divides by ``trainer.world_size``, or logs if ``trainer.is_global_zero``,
+        does the same as on one process. The context includes that of ``precision``.
         """
         grid = self.grid
         if grid.data_size == grid.world_size:
@@ -147,15 +147,15 @@ class MPIStrategy(ParallelStrategy):
 
         @contextmanager
         def as_replica() -> Iterator[None]:
-            with patched(self, "_seen", replica), precision():
+            with patched(self, "_shown_placement", replica), precision():
                 yield
 
         return as_replica
 
     def set_world_ranks(self) -> None:
-        """Set the rank that Lightning's rank-zero helpers compare with."""
+        """Set the rank for Lightning's rank-zero functions."""
         vars(rank_zero_only).update(rank=self.global_rank)
-        if not self.is_global_zero:  # The first rank warns of what Lightning uses.
+        if not self.is_global_zero:  # The first rank warns of Lightning's own deprecations.
             warnings.filterwarnings(
                 "ignore", category=FutureWarning, module=r"(pytorch_)?lightning\."
             )
@@ -164,9 +164,9 @@ class MPIStrategy(ParallelStrategy):
         devices = len(self.parallel_devices or ())
         job_size, restarts = environment.job_size(), self.config.restarts
         validate_world_size(devices, self.num_nodes, job_size)
-        self._grid_of(0)
-        if job_size == 1 and self._ranks > 1:
-            self._launcher = MPILauncher(self, self._ranks, restarts)
+        self._grid_of(0)  # It raises an error if the ranks cannot form the grid.
+        if job_size == 1 and self._rank_count > 1:
+            self._launcher = MPILauncher(self, self._rank_count, restarts)
         elif restarts:
             rank_zero_warn(
                 f"restarts={restarts} does nothing here: the call starts no ranks. For those "
@@ -175,16 +175,16 @@ class MPIStrategy(ParallelStrategy):
             )
 
     @property
-    def _ranks(self) -> int:
+    def _rank_count(self) -> int:
         return len(self.parallel_devices or (None,)) * self.num_nodes
 
     def setup_environment(self) -> None:
         """Connect this rank to the others and create the process groups of the grid."""
         grid = self._grid_of(self.global_rank)
         this_rank().place_in(grid)
-        if self._ranks > 1:
+        if self._rank_count > 1:
             validate_local_rank(self.local_rank, len(self.parallel_devices or ()), self.num_nodes)
-            # Importing it starts MPI, which one rank does without.
+            # Importing it starts MPI, which is not needed on one rank.
             from lightning_axosparse.distributed.mpi.process_group import init_process_group
             from lightning_axosparse.distributed.mpi.watchdog import watchdog
 
@@ -201,18 +201,18 @@ class MPIStrategy(ParallelStrategy):
         super().setup_environment()
 
     def teardown(self) -> None:
-        """Undo, last things first, what setup has changed in this process."""
+        """Undo the changes of setup in this process, in reverse order."""
         self._undo.close()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what connects this process to others, and how the run is undone."""
+        """Leave out the process groups, and the functions that undo the setup."""
         return {**super().__getstate__(), "_groups": None, "_undo": ExitStack()}
 
     def on_exception(self, exception: BaseException) -> None:
-        """Abort the job, so that no other rank waits for this one for ever."""
+        """Abort the job, so that no other rank waits for this one."""
         super().on_exception(exception)
-        if self._ranks > 1:
+        if self._rank_count > 1:
             mark_finished()
             environment.abort_job(cause_of(exception))
 
@@ -232,7 +232,7 @@ class MPIStrategy(ParallelStrategy):
         return None if self._groups is None else self._groups.data
 
     @property
-    def _logged(self) -> dist.ProcessGroup | None:
+    def _logging_group(self) -> dist.ProcessGroup | None:
         return None if self._groups is None else self._groups.logged
 
     def barrier(self, name: str | None = None) -> None:
@@ -251,14 +251,14 @@ class MPIStrategy(ParallelStrategy):
         With one replica it returns the tensor itself, as on one process.
         """
         if group is None or group is dist.group.WORLD:  # `LightningModule.all_gather` names it.
-            group = self._logged
+            group = self._logging_group
         return tensor if group is None else all_gather(tensor, group, sync_grads)
 
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
         """Reduce a tensor over the replicas."""
-        group = group or self._logged
+        group = group or self._logging_group
         if group is None or not isinstance(tensor, Tensor):
             return tensor
         return reduce(tensor, group, reduce_op)
@@ -272,5 +272,5 @@ class MPIStrategy(ParallelStrategy):
         return bool(votes.item())
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let all ranks of a data-parallel rank augment samples alike."""
+        """Let all ranks that get the same samples augment them alike."""
         return process_dataloader(dataloader, self.grid.data_rank)

@@ -1,4 +1,4 @@
-"""How ranks share the layers of a stage: the arguments of tensor and of expert parallelism."""
+"""The arguments of tensor and of expert parallelism, by which ranks share layers of a stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_axosparse.support.arguments import (
 )
 from lightning_axosparse.support.troubleshooting import see
 
-if TYPE_CHECKING:  # It loads DTensor, which only runs with tensor parallelism need.
+if TYPE_CHECKING:  # It loads DTensor, which only tensor parallelism needs.
     from torch.distributed.tensor.parallel import ParallelStyle
 
 TensorPlan = Literal["auto"] | Mapping[str, "ParallelStyle"]
@@ -31,13 +31,14 @@ class TensorParallel:
     """Tensor parallelism: the ranks of a group have each a part of the weights of a stage.
 
     Args:
-        ranks: ranks of a stage that share its layers. All run the same passes in the same order.
-        plan: which weights they share, and how. A dict has torch's ``ColwiseParallel``,
+        ranks: number of ranks that share the layers of a stage. All run the same passes in the
+            same order.
+        plan: the weights that they share, and how. A dict has torch's ``ColwiseParallel``,
             ``RowwiseParallel`` and the like by names of modules, such as
             ``{"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}``. "auto" takes
-            what the module's ``configure_model`` has parallelized on
+            the layers that the module's ``configure_model`` has parallelized on
             ``self.device_mesh["tensor_parallel"]``, as for Lightning's ``ModelParallelStrategy``;
-            where that is nothing, the plan of a Hugging Face module.
+            if there are none, the plan of a Hugging Face module.
 
     Raises:
         MisconfigurationException: for arguments out of range.
@@ -59,12 +60,12 @@ class ExpertParallel:
     """Expert parallelism: replicas have each a part of the experts of a stage.
 
     Args:
-        ranks: ranks over which the experts of a stage are spread: so many consecutive replicas,
-            which send one another their tokens, and run the same passes in the same order. It
-            divides the number of replicas.
-        experts: which experts these are: "auto" takes the plan of a Hugging Face module; else the
-            names of modules whose ``forward`` takes ``hidden_states``, ``top_k_index`` and
-            ``top_k_weights``, as a pattern such as ``"model.layers.*.mlp.experts"`` or several.
+        ranks: number of ranks over which the experts of a stage are spread. They are consecutive
+            replicas, which send each other their tokens, and run the same passes in the same order.
+            It divides the number of replicas.
+        experts: the modules with the experts. "auto" takes the plan of a Hugging Face module; else
+            a pattern such as ``"model.layers.*.mlp.experts"``, or several, of names of modules
+            whose ``forward`` takes ``hidden_states``, ``top_k_index`` and ``top_k_weights``.
 
     Raises:
         MisconfigurationException: for arguments out of range.
@@ -79,8 +80,8 @@ class ExpertParallel:
 
 
 def _validate_styles(plan: Mapping[str, Any]) -> None:
-    """Check that a plan has styles, and not what names them."""
-    # Who gives a style has loaded DTensor.
+    """Check that the values of a plan are styles, not their names."""
+    # Code that has made a style has loaded DTensor.
     from torch.distributed.tensor.parallel import ParallelStyle
 
     for name, style in plan.items():

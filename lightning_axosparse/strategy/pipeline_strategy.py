@@ -47,8 +47,8 @@ from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,
     advise_on_dropout,
+    ignore_if_layers_follow,
     optimizers_before_setup,
-    unless_made_later,
     validate_copied_whole,
     validate_optimizers,
     validate_run,
@@ -61,14 +61,14 @@ from lightning_axosparse.support.remote_files import exists, local_copy, local_p
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
-if TYPE_CHECKING:  # DTensor, which only runs with tensor parallelism need.
+if TYPE_CHECKING:  # It loads DTensor, which only tensor parallelism needs.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
 
 class PipelineStrategy(MPIStrategy):
-    """A strategy whose ranks each compute some layers of the module, and keep their tensors.
+    """A strategy whose ranks each compute some layers of the module, and store their tensors.
 
-    What a hook does depends on what the strategy has of the module, which is one of
+    Hooks depend on whether this rank has the full module or a part of it, which is one of
     :mod:`lightning_axosparse.strategy.states`.
     """
 
@@ -78,7 +78,7 @@ class PipelineStrategy(MPIStrategy):
         self._state: AtRest | Running | LeftSharded = AtRest()
         self._keeps_sharded = False
         self.regridded: Regridded | None = None
-        """The move to shorter pipelines in the last fit, if there was one."""
+        """The regrid of the last fit; None if there was none."""
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -89,30 +89,30 @@ class PipelineStrategy(MPIStrategy):
     def _layers(self) -> Partitioner:
         return Partitioner(self.config, self, self._module)
 
-    # Before any rank is started
+    # Before ranks are started
 
     def validate_fit(self, trainer: pl.Trainer) -> None:
         """Check that the module, its layers and the callbacks can run in a pipeline."""
         self._validate_run(trainer)
-        # The ranks have loaders, whose batches show the order of the layers.
-        with unless_made_later(self._module), suppress(UnknownOrderError):
+        # On the ranks, a batch of the loader may show the order of the layers.
+        with ignore_if_layers_follow(self._module), suppress(UnknownOrderError):
             self._layers.partition()
 
     def _validate_run(self, trainer: pl.Trainer) -> None:
-        """Check what does not depend on the layers."""
+        """Check the arguments, the module and the callbacks, but not the layers."""
         self.connect(self._module)
         validate_run(self.config, trainer, self.checkpoint_io)
         if trainer.state.fn == TrainerFn.FITTING and self.launcher is not None:
             optimizers = optimizers_before_setup(self._module)
             validate_optimizers(self.config, optimizers, self.grid.g_data)
 
-    # Construction: no rank has the whole model
+    # Construction: no rank has the full module
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init``, make parameters without memory, until a checkpoint is loaded.
+        """With ``empty_init``, create parameters without memory until a checkpoint is loaded.
 
-        ``load_from_checkpoint`` in the context maps the file, which is read where weights are used.
+        ``load_from_checkpoint`` in the context maps the file, which is read when weights are used.
         """
         with super().tensor_init_context(empty_init):
             if not empty_init:
@@ -123,19 +123,20 @@ class PipelineStrategy(MPIStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        """Make what ``configure_model`` makes for this rank's stage alone, as one process would.
+        """Create the layers of ``configure_model`` only for this rank's stage.
 
-        With tensor parallelism it is made whole, as torch's plans split layers that exist.
+        Their values are those of one process. With tensor parallelism all layers are created, as
+        torch's plans split layers that exist.
         """
         layers = self._layers
         if self._tensors is not None:
             with self._tensors.configuring():
                 yield
-        elif layers.are_divided and not layers.are_measured:
+        elif layers.is_distributed and not layers.balances_by_time:
             with DeferredInit() as deferred:
                 yield
-            # Sparse ones become smaller before the next one is made.
-            layers.make_sparse(deferred.make)
+            # Each weight is sparsified before the next one is written.
+            layers.sparsify_adopted(deferred.make)
             deferred.make_except(layers.split()[1].values())
         else:
             yield
@@ -143,7 +144,7 @@ class PipelineStrategy(MPIStrategy):
     # From setup to teardown
 
     def setup_environment(self) -> None:
-        """Connect this rank to the others, if no callback copies what is left sharded."""
+        """Connect this rank to the others, and prepare tensor parallelism."""
         if is_left_sharded(self._module):
             validate_copied_whole(callbacks_of(self._module.trainer))
         super().setup_environment()
@@ -156,13 +157,13 @@ class PipelineStrategy(MPIStrategy):
             # Imported here, because it loads DTensor.
             from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
-            densify(self._module)  # Plans of torch split matrices.
+            densify(self._module)  # Torch's plans split dense weights.
             mesh = self._groups.device_mesh(self.root_device)
             self._tensors = TensorShards(self._module, mesh)
             self._undo.callback(self._tensors.end)
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Shard the module over the stages, after its optimizers were configured for all of it."""
+        """Configure the optimizers of the full module, then shard it over the stages."""
         assert self.accelerator is not None
         assert self._groups is not None
         self._state = AtRest()
@@ -179,10 +180,10 @@ class PipelineStrategy(MPIStrategy):
             advise_on_batch_norm(self._module, self.config.microbatch_count)
             if self._tensors is not None:
                 advise_on_dropout(self._module)
-            # Those of an earlier fit may belong to another module.
+            # Only in a fit: optimizers of an earlier one may belong to another module.
             optimizers = self.optimizers
         partition = layers.balanced(partition)
-        self._say_start(partition, trainer)
+        self._log_start(partition, trainer)
         experts = None
         if self._groups.experts is not None:
             groups = self._groups.experts, self._groups.tensor
@@ -201,8 +202,8 @@ class PipelineStrategy(MPIStrategy):
         self._undo.callback(self._end_run, stage_module)
         self._state = Running(self.config, self, stage_module, optimizers, self._undo)
 
-    def _say_start(self, partition: Partition, trainer: pl.Trainer) -> None:
-        """Say what runs where: grid, partition and memory, in one line of a fit."""
+    def _log_start(self, partition: Partition, trainer: pl.Trainer) -> None:
+        """Log the grid, the partition and the free memory, in one line."""
         stages, shared, replicas = self.config.g_inter, self.config.tensors.ranks, self.grid.g_data
         if stages * shared * replicas == 1:
             return
@@ -210,8 +211,8 @@ class PipelineStrategy(MPIStrategy):
         grid = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
         layers = f"{partition}; " if stages > 1 else ""
         free = free_bytes(self.root_device, self.ranks_on_device) / 1e9
-        say = rank_zero_info if trainer.state.fn == TrainerFn.FITTING else rank_zero_debug
-        say(f"{grid}: {layers}{free:,.1f} GB of memory free.")
+        log = rank_zero_info if trainer.state.fn == TrainerFn.FITTING else rank_zero_debug
+        log(f"{grid}: {layers}{free:,.1f} GB of memory free.")
 
     def _choose_products(self) -> None:
         """Run large dense products by oneDNN until teardown, if that is faster on all ranks."""
@@ -229,23 +230,23 @@ class PipelineStrategy(MPIStrategy):
         if self.is_global_zero:
             clear_unfinished_checkpoints(trainer)
         self.regridded = None
-        with dense_shapes(self._module) as made:
+        with dense_shapes(self._module) as configured:
             self.setup_optimizers(trainer)
-            made += self.optimizers
+            configured += self.optimizers
         validate_optimizers(self.config, self.optimizers, self.grid.g_data)
 
     def model_to_device(self) -> None:
-        """Do nothing: sharding moves what this rank keeps."""
+        """Do nothing: sharding moves this rank's tensors."""
 
     def teardown(self) -> None:
-        """Undo what setup changed; under ``mpiexec`` the module stays sharded."""
+        """Undo the changes of setup; under ``mpiexec`` the module stays sharded."""
         module = self.lightning_module
         if isinstance(self._state, Running):
             if not self._keeps_sharded:
-                self._state.rejoin_state()
+                self._state.unshard_state()
             self._state = AtRest()
         if module is not None and is_left_sharded(module):
-            # This run has ended before it took the module, which Lightning moves to the CPU.
+            # The run has ended before `shard`; Lightning would move the module to the CPU.
             self._lightning_module = None
         super().teardown()
         self._lightning_module = module
@@ -253,21 +254,21 @@ class PipelineStrategy(MPIStrategy):
             self._state.stage_module.leave_sharded()
 
     def _end_run(self, stage_module: StageModule) -> None:
-        """Leave the module sharded, or whole where this rank has all of it."""
-        if self._keeps_sharded or not stage_module.is_whole:
+        """Leave the module sharded, or unshard it if this rank has all stages."""
+        if self._keeps_sharded or not stage_module.has_all_stages:
             stage_module.end_run()
             self._state = LeftSharded(self.config, stage_module)
         else:
             stage_module.unshard()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the run: a callback that holds the Trainer may be pickled."""
+        """Leave out the run, as a callback that refers to the Trainer may be pickled."""
         return {**super().__getstate__(), "_state": AtRest(), "_tensors": None}
 
     # Steps
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Move to shorter pipelines at the first batch of an epoch, once a ticket was drawn."""
+        """Regrid at the first batch of an epoch, once a ticket was drawn."""
         run = self._state.run
         if run.regrid is None or batch_idx > 0:
             return
@@ -277,10 +278,10 @@ class PipelineStrategy(MPIStrategy):
             this_rank().place_in(self.grid)
 
     def on_validation_start(self) -> None:
-        """Evaluate the model that a checkpoint would hold: that with the first replica's buffers.
+        """Evaluate with the first replica's buffers, which a checkpoint would have.
 
-        Running statistics differ between replicas, as each sees its own batches. Lightning's ddp
-        broadcasts them before every forward pass; training does not read them.
+        Running statistics differ between replicas, as each gets its own batches. Lightning's ddp
+        broadcasts them before every forward pass, but training does not read them.
         """
         self._state.run.stage_module.broadcast_buffers()
 
@@ -335,14 +336,14 @@ class PipelineStrategy(MPIStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Do without the all-reduce of gradients while Lightning accumulates them."""
-        with self._state.run.stage_module.shared.kept_local():
+        """Omit the all-reduce of gradients while Lightning accumulates them."""
+        with self._state.run.stage_module.shared.without_reduction():
             yield
 
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole module's state on the first rank, an empty dict on others; collective.
+        """Return the full module's state on the first rank, {} on others; collective.
 
         Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
         the checkpoint before.
@@ -351,7 +352,7 @@ class PipelineStrategy(MPIStrategy):
         return self._module.state_dict() if checkpoints is None else checkpoints.model_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The whole optimizer's state on the first rank, an empty dict on others; collective.
+        """Return the whole optimizer's state on the first rank, {} on others; collective.
 
         Larger tensors are deferred, as in :meth:`lightning_module_state_dict`.
         """
@@ -367,7 +368,7 @@ class PipelineStrategy(MPIStrategy):
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica.
 
-        A process whose ranks have failed writes nothing, as what they trained is not there.
+        A process whose ranks have failed writes nothing, as it does not have their weights.
         """
         checkpoints = self._state.checkpoints
         if isinstance(self._launcher, MPILauncher) and self._launcher.ranks_failed:
@@ -384,7 +385,7 @@ class PipelineStrategy(MPIStrategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint; collective over the job when a run starts.
+        """Read a checkpoint; collective over all ranks when a run starts.
 
         Tensors of a file or folder are mapped into memory then, and read where a stage or a hook
         uses them. Those that are not local are copied to each node once.
@@ -418,7 +419,7 @@ class PipelineStrategy(MPIStrategy):
         return runs and not isinstance(self._state, Running)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load this rank's part of a whole module's state, after removing the same channels."""
+        """Load this rank's part of a full module's state, after removing the same channels."""
         ticket = ChannelTicket.in_checkpoint(checkpoint)
         if ticket is not None:
             ticket.apply(self._module)
@@ -428,8 +429,8 @@ class PipelineStrategy(MPIStrategy):
             self._layers.load(checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's part of the whole optimizers' states."""
-        # A checkpoint may have no states of optimizers, as for Lightning's strategies.
+        """Load this rank's part of the whole states of the optimizers."""
+        # A checkpoint may have no states of optimizers, as with Lightning's strategies.
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             with restoring("the optimizers"):
                 if isinstance(self._state, Running):

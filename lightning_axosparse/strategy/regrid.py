@@ -1,7 +1,7 @@
-"""Moves a run to shorter pipelines and more replicas once a ticket was drawn.
+"""Changes a run to shorter pipelines and more replicas once a ticket was drawn.
 
-Tensors are sent one at a time, from a rank that has it straight to those that need it: no rank ever
-holds more than what it kept, what it is going to keep, and one tensor with its optimizer state.
+Tensors are sent one at a time, directly from a rank that stores one to the ranks that need it. So
+no rank ever holds more than the tensors of its old and new stage, and one with its optimizer state.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_axosparse.support.troubleshooting import see
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank holds and may hold, in bytes.
+    """The memory of one rank, in bytes.
 
     Attributes:
         layers: model state of each layer on this rank, by the layer's index.
         outside: model state outside the layers, which every stage has.
-        activations: what a micro-batch keeps in these layers between forward and backward.
-        free: what the rank may still allocate.
+        activations: memory of a micro-batch in these layers between forward and backward.
+        free: memory that the rank may still allocate.
     """
 
     layers: Mapping[int, int]
@@ -48,19 +48,19 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """What model state and micro-batches may take together."""
+        """The memory for model state and micro-batches together."""
         return self.free + self.outside + sum(self.layers.values())
 
 
 def measure_memory(
     stage_module: StageModule, optimizers: Sequence[Optimizer], activations: int, free: int
 ) -> RankMemory:
-    """Count the bytes of this rank's layers; the optimizers have stepped, so have state."""
+    """Count the bytes of this rank's layers; the optimizers must have stepped, to have state."""
     layers, parts = stage_module.layers.layers, stage_module.layers.parts
     own = [index for stage in stage_module.stages for index in parts[stage]]
     inside = {parameter for index in own for parameter in layers[index].parameters()}
-    held = stage_module.sharding.held().values()
-    outside = nn.ParameterList([p for p in held if p not in inside])
+    local = stage_module.sharding.local_parameters().values()
+    outside = nn.ParameterList([p for p in local if p not in inside])
     return RankMemory(
         layers={index: model_state_bytes(layers[index], optimizers) for index in own},
         outside=model_state_bytes(outside, optimizers),
@@ -72,12 +72,12 @@ def measure_memory(
 def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int | None:
     """Find the fewest stages whose layers and micro-batches fit into every rank's memory.
 
-    Each of n stages is counted with n micro-batches in flight, as in 1F1B. By AxoNN's analysis
-    (Singh & Bhatele, IPDPS 2022) the shortest pipeline that fits is the fastest.
+    With n stages, each has n micro-batches in flight, as in 1F1B. By AxoNN's analysis (Singh &
+    Bhatele, IPDPS 2022) the shortest pipeline that fits is the fastest.
 
     Returns:
-        A divisor of the present number of stages, perhaps that number itself; None as long as no
-        micro-batch has been measured.
+        A divisor of the present number of stages, or that number itself; None if no micro-batch has
+        been measured yet.
     """
     if not any(memory.activations for memory in memories):
         return None
@@ -85,8 +85,8 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
     state = [0.0] * len(partition.layers)
     activations = [0.0] * len(partition.layers)
     for memory in memories:
-        for index, held in memory.layers.items():
-            state[index] = max(state[index], held)
+        for index, size in memory.layers.items():
+            state[index] = max(state[index], size)
             activations[index] = max(activations[index], memory.activations / len(memory.layers))
     available = min(memory.total for memory in memories)
     outside = max(memory.outside for memory in memories)
@@ -107,8 +107,8 @@ def fewest_stages(partition: Partition, memories: Sequence[RankMemory]) -> int |
 def model_state_bytes(module: nn.Module, optimizers: Sequence[Optimizer]) -> int:
     """Count the bytes of weights, indices, resident copies, gradients and optimizer state.
 
-    Gradients are counted even where there are none now; state in other memory, as AdamW keeps its
-    number of steps, is not.
+    Gradients are counted even if there are none now. State on another device, such as AdamW's
+    number of steps, is not counted.
     """
     stored = state_bytes(module)
     moments = (
@@ -129,18 +129,18 @@ class Route(NamedTuple):
 
 
 def route(tensor: ReshardedTensor, old: Grid, new: Grid) -> Route:
-    """Find the sender and the receivers of a tensor among the ranks given this rank's batches."""
-    have = [r for r in new.same_batch_ranks if replace(old, rank=r).stage in tensor.before]
-    need = [r for r in new.same_batch_ranks if replace(new, rank=r).stage in tensor.after]
-    return Route(have[0], [rank for rank in need if rank not in have])
+    """Find the sender and the receivers of a tensor among the ranks that get the same batches."""
+    holders = [r for r in new.same_batch_ranks if replace(old, rank=r).stage in tensor.before]
+    needing = [r for r in new.same_batch_ranks if replace(new, rank=r).stage in tensor.after]
+    return Route(holders[0], [rank for rank in needing if rank not in holders])
 
 
 def move_tensors(
     sharding: Sharding, parts: Sequence[range], transfer: Transfer, old: Grid, new: Grid
 ) -> None:
-    """Partition the layers anew, and send every tensor to the ranks that now need it.
+    """Change the partition of the layers, and send every tensor to the ranks that now need it.
 
-    Collective over the ranks that are given the same batches. Gradients of what moves are dropped.
+    Collective over the ranks that get the same batches. Gradients of moved tensors are dropped.
     """
     for resharded in sharding.reshard(parts, [new.stage]):
         name, tensor, _, after = resharded
@@ -151,14 +151,14 @@ def move_tensors(
 
 @dataclass(frozen=True)
 class Regridded:
-    """A move from one grid to another.
+    """A change from one grid to another.
 
     Attributes:
         old: the grid before.
         new: the grid after.
         epoch: the first epoch on the new grid, counted from 0.
-        seconds: how long the move took.
-        microbatches: micro-batches that a batch is cut into, for all replicas that share it.
+        seconds: the time that it took.
+        microbatches: micro-batches of a batch, for all replicas that share it.
     """
 
     old: Grid
@@ -169,7 +169,11 @@ class Regridded:
 
     @property
     def bubbles(self) -> tuple[float, float]:
-        """The fraction of a step in which equal stages fill and drain, before and after."""
+        """The fraction of a step in which equal stages fill and drain, before and after.
+
+        For 8 micro-batches on 4 stages it is 3 / (8 + 3); on 2 stages, whose replicas share the
+        batch, each with 4 micro-batches, 1 / (4 + 1).
+        """
         return self._bubble(self.old), self._bubble(self.new)
 
     def _bubble(self, grid: Grid) -> float:
@@ -177,7 +181,7 @@ class Regridded:
         return fills / (self.microbatches / grid.replicas_per_batch + fills)
 
     def __str__(self) -> str:
-        """Both grids, their bubbles, and the time."""
+        """Return the grids, their bubbles and the time in words."""
         before, after = self.bubbles
         return (
             f"Epoch {self.epoch} begins on {self.new.g_inter} stages x {self.new.g_data} replicas "
@@ -188,10 +192,10 @@ class Regridded:
 
 
 class Regrid:
-    """Moves a run to shorter pipelines at the beginning of the epoch after the ticket was drawn.
+    """Changes a run to shorter pipelines when the epoch after the draw of the ticket begins.
 
     With ``stages="auto"`` it waits until a micro-batch of the pruned module has been measured.
-    ``whole_state`` makes a context in which each replica has all of the optimizer's state.
+    ``unsharded_state`` returns a context in which each replica has the whole optimizer state.
     """
 
     def __init__(
@@ -200,14 +204,14 @@ class Regrid:
         stage_module: StageModule,
         runner: StepRunner,
         rule: InFlightRule,
-        whole_state: Callable[[], AbstractContextManager[None]],
+        unsharded_state: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._stages, self._whole_state = stages, whole_state
+        self._stages, self._unsharded_state = stages, unsharded_state
         self._stage_module, self._runner, self._rule = stage_module, runner, rule
         self._phase: Literal["no ticket", "due", "over"] = "no ticket"
 
     def after_draw(self) -> None:
-        """Move when the next epoch begins: pruning has freed memory."""
+        """Change when the next epoch begins, as pruning has freed memory."""
         self._phase = "due"
 
     def warn_without_draw(self) -> None:
@@ -220,7 +224,7 @@ class Regrid:
             )
 
     def begin_epoch(self, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded | None:
-        """Move to shorter pipelines if that is due; collective over the job."""
+        """Change to shorter pipelines if that is due; collective over all ranks."""
         if self._phase != "due":
             return None
         stages = self._fewest_stages(optimizers) if self._stages == "auto" else self._stages
@@ -239,15 +243,15 @@ class Regrid:
         )
 
     def _move(self, stages: int, epoch: int, optimizers: Sequence[Optimizer]) -> Regridded:
-        began, module = time(), self._stage_module
+        start, module = time(), self._stage_module
         old, new = module.grid, module.grid.shortened(stages)
         partition = module.partition.with_stages(stages)
         self._runner.close()
-        with self._whole_state(), module.reshard(partition, ProcessGroups(new)):
+        with self._unsharded_state(), module.reshard(partition, ProcessGroups(new)):
             transfer = Transfer(module.module, optimizers, module.device)
             move_tensors(module.sharding, partition.parts, transfer, old, new)
             release_freed_memory()
         self._runner.open(module)
-        moved = Regridded(old, new, epoch, time() - began, self._runner.microbatch_count)
-        rank_zero_info(str(moved))
-        return moved
+        regridded = Regridded(old, new, epoch, time() - start, self._runner.microbatch_count)
+        rank_zero_info(str(regridded))
+        return regridded

@@ -1,6 +1,6 @@
 """The states of a strategy: at rest, running, or with a module that a run has left sharded.
 
-Each answers what the strategy asks about its module; what a state does not have raises.
+All states have the same properties; one that a state does not have raises an error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _NotRunning:
 
     @property
     def run(self) -> NoReturn:
-        """What runs: asking for it raises."""
+        """The running state: raises."""
         raise RuntimeError(
             "AxoSparseStrategy holds a module only while the Trainer runs."
             + see("values-between-layers")
@@ -55,18 +55,18 @@ class _NotRunning:
 
 
 class AtRest(_NotRunning):
-    """This rank has the module whole: steps and checkpoints are Lightning's own."""
+    """This rank has the full module: steps and checkpoints are Lightning's own."""
 
     checkpoints = None
 
     @property
     def stage_module(self) -> StageModule:
-        """The part of the module on this rank: there is none."""
+        """The part of the module on this rank: raises."""
         return self.run
 
     @property
     def runner(self) -> AtRest:
-        """What runs the module's steps."""
+        """The object that runs the module's steps."""
         return self
 
     def evaluate(
@@ -80,7 +80,7 @@ class AtRest(_NotRunning):
 
 
 class LeftSharded(_NotRunning):
-    """A run has ended, and this rank has kept the tensors of its stages."""
+    """A run has ended, and this rank still stores the tensors of its stages."""
 
     def __init__(self, config: Config, stage_module: StageModule) -> None:
         self.stage_module = stage_module
@@ -88,18 +88,18 @@ class LeftSharded(_NotRunning):
 
     @property
     def runner(self) -> AtRest:
-        """What runs the module's steps: there is nothing."""
+        """The object that runs the module's steps: raises."""
         return self.run
 
 
 class Running:
-    """What a strategy has from ``setup`` to ``teardown``; creating it is collective over the job.
+    """The state from ``setup`` to ``teardown``; creating it is collective over all ranks.
 
     Attributes:
         stage_module: the part of the module on this rank.
         runner: runs the module's steps.
-        regrid: moves to shorter pipelines; None if that was not asked for.
-        shards: what this replica keeps of the optimizer's state; None for all of it.
+        regrid: changes to shorter pipelines; None without ``regrid``.
+        shards: this replica's part of the optimizer's state; None if the state is not sharded.
         checkpoints: saves and loads the module and its optimizers.
     """
 
@@ -116,15 +116,9 @@ class Running:
         self.shards: OptimizerShards | None = None
         move_optimizers(optimizers, stage_module.device)
         if config.shard_optimizer and optimizers:
-            self.shards = OptimizerShards(optimizers[0], stage_module.shared.replicas_of)
-            seen = gradients_are_seen(trainer) or clearing_is_seen(trainer)
-            if not seen:
-                stage_module.shared.divide(self.shards.part)
-            wait, bucket = stage_module.shared.wait_for, stepping.BUCKET
-            stepped = BucketwiseOptimizer(optimizers[0], self.shards, wait, bucket)
-            undo.callback(stepped.remove)
+            self.shards = self._shard_optimizer(optimizers[0], trainer, undo)
         strategy.setup_precision_plugin()
-        self._tie_to(trainer, undo)
+        self._adapt_trainer(trainer, undo)
         self.runner: StepRunner | WholeStepRunner
         self.regrid: Regrid | None = None
         steps_in_parts = self.shards is not None
@@ -139,7 +133,9 @@ class Running:
             )
             self.runner = runner = StepRunner(config, precision, rule, steps_in_parts, stage_module)
             if config.regrid is not None and trainer.state.fn == TrainerFn.FITTING:
-                self.regrid = Regrid(config.regrid, stage_module, runner, rule, self.whole_state)
+                self.regrid = Regrid(
+                    config.regrid, stage_module, runner, rule, self.unsharded_state
+                )
         else:
             self.runner = WholeStepRunner(precision, steps_in_parts, stage_module)
         self.checkpoints = StageCheckpoints(config, stage_module, self.shards)
@@ -147,11 +143,23 @@ class Running:
 
     @property
     def run(self) -> Running:
-        """What runs."""
+        """This state."""
         return self
 
-    def _tie_to(self, trainer: pl.Trainer, undo: ExitStack) -> None:
-        """Let the Trainer and its callbacks do with a part of the module what they do with all."""
+    def _shard_optimizer(
+        self, optimizer: Optimizer, trainer: pl.Trainer, undo: ExitStack
+    ) -> OptimizerShards:
+        """Let each replica step its part of the parameters."""
+        shared = self.stage_module.shared
+        shards = OptimizerShards(optimizer, shared.replicas_of)
+        if not (gradients_are_seen(trainer) or clearing_is_seen(trainer)):
+            shared.divide(shards.part)
+        stepped = BucketwiseOptimizer(optimizer, shards, shared.wait_for, stepping.BUCKET)
+        undo.callback(stepped.remove)
+        return shards
+
+    def _adapt_trainer(self, trainer: pl.Trainer, undo: ExitStack) -> None:
+        """Adapt the Trainer and its callbacks to ranks that have a part of the module."""
         stage_module, grid = self.stage_module, self.stage_module.grid
         if grid.world_size > 1:  # The ranks compare their positions in loops, and act together.
             undo.enter_context(LoopCheck(stage_module.groups).added_to(trainer))
@@ -160,8 +168,8 @@ class Running:
             undo.enter_context(acting_together(trainer))
         for average in weight_averages(trainer):
             stage_module.sharding.shard_copy(average)
-            stage_module.weight_parts.divide_copy(average)
-        if not stage_module.is_whole:
+            stage_module.weight_parts.split_copy(average)
+        if not stage_module.has_all_stages:
             undo.enter_context(parameters_told_apart_by_identity())
         if grid.rank != grid.first_rank(grid.g_inter - 1):
             undo.enter_context(without_writing(trainer))
@@ -169,20 +177,20 @@ class Running:
             norms = GradientNorms(trainer, stage_module.remote_gradients)
             undo.enter_context(norms.added_to(trainer))
 
-    def whole_state(
+    def unsharded_state(
         self, parameters: Sequence[nn.Parameter] | None = None
     ) -> AbstractContextManager[None]:
-        """Have all of the optimizer's state on each replica inside the context; collective.
+        """Return a context in which each replica has the whole optimizer state; collective.
 
         Args:
-            parameters: those whose state is wanted; None for all.
+            parameters: those whose state is gathered; None for all.
         """
-        return nullcontext() if self.shards is None else self.shards.whole_state(parameters)
+        return nullcontext() if self.shards is None else self.shards.unsharded(parameters)
 
-    def with_whole_state(self, masks: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        """Yield masks whose parameters are whole, with their optimizer state, on each rank.
+    def with_gathered_weights(self, masks: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
+        """Yield masks while their parameters, with optimizer state, are gathered; collective.
 
-        They are yielded one by one where parameters are put together for it; collective.
+        If parameters or states are divided, the masks are yielded one at a time.
         """
         parts = self.stage_module.weight_parts
         if self.shards is None and not parts:
@@ -190,17 +198,17 @@ class Running:
             return
         named = dict(self.stage_module.module.named_parameters(remove_duplicate=False))
         for name, mask in masks.items():
-            with self.whole_state([named[name]]), parts.whole([name], self._optimizers):
+            with self.unsharded_state([named[name]]), parts.gathered([name], self._optimizers):
                 yield {name: mask}
 
-    def rejoin_state(self) -> None:
-        """Give each replica all of the optimizer's state, as after a run without shards."""
+    def unshard_state(self) -> None:
+        """Gather the optimizer's state on each replica, or drop it after an interruption."""
         if self.shards is None:
             return
         if self.stage_module.was_interrupted:
             self.shards.drop()
         else:
-            self.shards.make_whole()
+            self.shards.unshard()
 
     def after_draw(self) -> None:
         """Use the memory that pruning has freed."""

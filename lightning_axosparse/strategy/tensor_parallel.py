@@ -1,8 +1,7 @@
-"""Splits weights over the ranks of a tensor group, as torch's plans of tensor parallelism say.
+"""Splits weights over the ranks of a tensor group by torch's plans of tensor parallelism.
 
-While a run has the module, the parameter of a split weight is this rank's part of it. Where its
-layer reads it, it is the ``DTensor`` that the plan has made of it. What the layer then computes and
-exchanges is torch's own.
+During a run, the parameter of a split weight is this rank's part. Its layer reads it as the
+``DTensor`` of the plan, and torch computes and communicates as for any ``DTensor``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_axosparse.distributed.gradient_reducer import kept
+from lightning_axosparse.distributed.gradient_reducer import local_part
 from lightning_axosparse.sparse.module.parameters import OwnedParameter
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
@@ -44,7 +43,7 @@ _HUGGING_FACE: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": _WHOLE_OUTPUT,
     "rowwise_split_input": partial(RowwiseParallel, input_layouts=Replicate()),
     "embedding_rowwise": partial(RowwiseParallel, input_layouts=Replicate()),
-    # Norms of the heads of queries and keys, of which each rank has some.
+    # Norms of the heads of queries and keys, which are split over the ranks.
     "replicated_with_grad_allreduce": partial(
         SequenceParallel, sequence_dim=-2, use_local_output=True
     ),
@@ -52,10 +51,10 @@ _HUGGING_FACE: Mapping[str, Callable[[], ParallelStyle]] = {
 
 
 def styles_of(module: nn.Module, plan: TensorPlan, ranks: int) -> dict[str, ParallelStyle]:
-    """A plan's styles, by names of modules.
+    """Return a plan's styles, by names of modules.
 
     Raises:
-        MisconfigurationException: where so many ranks cannot share the module's layers by the plan.
+        MisconfigurationException: if the ranks cannot share the module's layers by the plan.
     """
     if plan == "auto":
         styles = hugging_face_plan(module, ranks)
@@ -79,7 +78,7 @@ def _validate_names(module: nn.Module, styles: Mapping[str, ParallelStyle]) -> N
 
 
 def _validate_pairs(styles: Mapping[str, ParallelStyle]) -> None:
-    """Check that something takes the columns of which each rank computes its own."""
+    """Check that a layer is split by rows if the outputs of others stay split by columns."""
     columns = [style for style in styles.values() if type(style) is ColwiseParallel]
     are_split = any(
         each.use_local_output and isinstance(each.output_layouts[0], Shard) for each in columns
@@ -109,7 +108,7 @@ def _validate_heads(module: nn.Module, styles: Mapping[str, ParallelStyle], rank
 
 
 def _heads(part: nn.Module) -> dict[str, int]:
-    """The numbers of heads that a Hugging Face attention layer has; empty for other modules."""
+    """Return the numbers of heads of a Hugging Face attention layer; empty for other modules."""
     if not (hasattr(part, "head_dim") or hasattr(part, "attention_head_size")):
         return {}
     kinds = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
@@ -118,12 +117,12 @@ def _heads(part: nn.Module) -> dict[str, int]:
 
 
 def hugging_face_plan(module: nn.Module, ranks: int) -> dict[str, ParallelStyle]:
-    """The plan that Hugging Face modules inside a module have of themselves, by its names.
+    """Return the plans of the Hugging Face modules inside a module, by names in the module.
 
     Experts stay whole on each rank of the group, as torch has no style that splits them.
 
     Raises:
-        MisconfigurationException: where there is none, or it has a style that torch has not.
+        MisconfigurationException: if there is none, or it has a style that torch does not have.
     """
     plan: dict[str, ParallelStyle] = {}
     for path, part, styles in hugging_face_plans(module, "tp_plan"):
@@ -153,7 +152,7 @@ def hugging_face_plan(module: nn.Module, ranks: int) -> dict[str, ParallelStyle]
 class TensorShards:
     """The parameters of a module that a plan splits over a tensor group.
 
-    This is the dimension ``tensor_parallel`` of Lightning's mesh.
+    The group is the dimension ``tensor_parallel`` of Lightning's mesh.
     """
 
     def __init__(self, module: LightningModule, mesh: DeviceMesh) -> None:
@@ -162,14 +161,14 @@ class TensorShards:
         self.group = self._mesh.get_group()
         self._size = dist.get_world_size(self.group)
         self._placements: dict[str, Placement] = {}
-        self._placed: dict[nn.Parameter, Placement] = {}
+        self._placement_of_parameter: dict[nn.Parameter, Placement] = {}
         self._gradients_are_compared = False
 
     @contextmanager
     def configuring(self) -> Iterator[None]:
-        """Give the module its device mesh, and take in what it has parallelized in the context."""
+        """Give the module its device mesh, and record the weights that it parallelizes inside."""
         set_device_mesh(self._module, self._all_dimensions)
-        with self._taking_in():
+        with self._recording_placements():
             yield
 
     @property
@@ -180,12 +179,11 @@ class TensorShards:
         """Parallelize the module by a plan; with "auto" unless it has done so itself.
 
         Raises:
-            MisconfigurationException: if a style does not know its layer, or no weight is split in
-                the end.
+            MisconfigurationException: if a style does not support its layer, or no weight is split.
         """
         if not (plan == "auto" and self._are_split):
             styles = styles_of(self._module, plan, self._size)
-            with self._taking_in():
+            with self._recording_placements():
                 for name, style in styles.items():
                     self._apply(name, style)
         if not self._are_split:
@@ -206,20 +204,28 @@ class TensorShards:
             ) from error
 
     @contextmanager
-    def _taking_in(self) -> Iterator[None]:
-        """Note how the context places weights, and have them whole again until they are split."""
+    def _recording_placements(self) -> Iterator[None]:
+        """Record the placements of weights in the context, and gather them until they are split."""
         tied, with_hooks = _tied(self._module), _hooked(self._module)
         yield
         with_hooks |= _hooked(self._module)
-        made: dict[Tensor, nn.Parameter] = {}
+        self._record_placements()
+        self._validate_split(tied, with_hooks)
+
+    def _record_placements(self) -> None:
+        """Replace each ``DTensor`` by a whole parameter, and record its placement."""
+        whole: dict[Tensor, nn.Parameter] = {}
         for path, owner in self._module.named_modules():
             for key, parameter in owner._parameters.items():
                 if isinstance(parameter, DTensor):
                     name = f"{path}.{key}".lstrip(".")
                     self._placements[name] = self._placement(name, parameter)
-                    if parameter not in made:
-                        made[parameter] = nn.Parameter(_whole(parameter), parameter.requires_grad)
-                    owner._parameters[key] = made[parameter]
+                    if parameter not in whole:
+                        whole[parameter] = nn.Parameter(_whole(parameter), parameter.requires_grad)
+                    owner._parameters[key] = whole[parameter]
+
+    def _validate_split(self, tied: list[list[str]], with_hooks: set[str]) -> None:
+        """Check that no weight is split that is tied to another, or has a gradient hook."""
         for names in tied:
             split = [name for name in names if name in self._placements]
             if split:
@@ -256,27 +262,29 @@ class TensorShards:
 
     # Reading parts
 
-    def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
-        """The parameters of this stage that the plan splits."""
-        split: dict[str, SplitParameter] = {}
-        for name in (each for each in held if each in self._placements):
-            entry, placement = held[name], self._placements[name]
-            self._placed[entry.parameter] = placement
+    def split_parameters(self, local: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
+        """Return the parameters of this stage that the plan splits."""
+        splits: dict[str, SplitParameter] = {}
+        for name in (each for each in local if each in self._placements):
+            entry, placement = local[name], self._placements[name]
+            self._placement_of_parameter[entry.parameter] = placement
             if isinstance(placement, Shard):
                 length = entry.shape[placement.dim] // self._size
                 sizes = [length] * self._size
-                split[name] = SplitParameter(entry, placement.dim, sizes, self.group)
-        return split
+                splits[name] = SplitParameter(entry, placement.dim, sizes, self.group)
+        return splits
 
     @contextmanager
     def reading_parts(self) -> Iterator[None]:
-        """Let layers read their parts as ``DTensor``."""
+        """Let layers read their parts as ``DTensor`` inside the context."""
         with ExitStack() as undo:
             for owner in self._module.modules():
                 reads = {
-                    key: _as_dtensor(owner, key, self._mesh, self._placed[parameter])
+                    key: _as_dtensor(
+                        owner, key, self._mesh, self._placement_of_parameter[parameter]
+                    )
                     for key, parameter in owner._parameters.items()
-                    if parameter in self._placed
+                    if parameter in self._placement_of_parameter
                 }
                 if reads:
                     own = type(owner)
@@ -286,27 +294,27 @@ class TensorShards:
             yield
 
     def end(self) -> None:
-        """Make the layers ordinary ones, which can be parallelized again."""
+        """Undo the parallelization of the layers, so that they can be parallelized again."""
         for owner in self._module.modules():
             forget_parallelized(owner)
         set_device_mesh(self._module, None)
 
-    def validate_gradients(self, alike: Mapping[str, nn.Parameter], tolerance: float) -> None:
-        """Check, once, that all ranks have the same gradients of what is not split; collective.
+    def validate_gradients(self, replicated: Mapping[str, nn.Parameter], tolerance: float) -> None:
+        """Check, once, that the gradients of replicated parameters are equal; collective.
 
-        They differ where the plan lets a layer see another part of the activation on each rank, but
-        does not say that its gradient is a sum over the ranks.
+        They differ if a layer gets another part of the activation on each rank, but its style does
+        not sum its gradient over the ranks.
         """
         if self._gradients_are_compared:
             return
         self._gradients_are_compared = True
-        gradients = [parameter.grad for parameter in alike.values()]
-        mine = torch.tensor(
-            [0.0 if g is None else float(kept(g).double().norm()) for g in gradients]
+        gradients = [parameter.grad for parameter in replicated.values()]
+        own_norms = torch.tensor(
+            [0.0 if g is None else float(local_part(g).double().norm()) for g in gradients]
         )
-        norms = [torch.empty_like(mine) for _ in range(self._size)]
-        dist.all_gather(norms, mine, group=self.group)
-        for name, (first, *others) in zip(alike, torch.stack(norms, 1).tolist(), strict=True):
+        norms = [torch.empty_like(own_norms) for _ in range(self._size)]
+        dist.all_gather(norms, own_norms, group=self.group)
+        for name, (first, *others) in zip(replicated, torch.stack(norms, 1).tolist(), strict=True):
             if any(abs(other - first) > tolerance * max(first, other) for other in others):
                 raise MisconfigurationException(
                     f"The ranks that share layers have different gradients of {name!r}, of norms "
@@ -317,12 +325,12 @@ class TensorShards:
 
 
 def _as_dtensor(owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placement) -> property:
-    """Reads a parameter of a layer as its part of a whole tensor."""
+    """Return a property that reads a parameter of a layer as the ``DTensor`` of its part."""
     own = type(owner)
     sparse = vars(own).get(key) if issubclass(own, SparseModule) else None
 
     def read(self: nn.Module) -> Tensor:
-        # The part itself may be a sparse weight, of which torch's operators get dense tensors.
+        # The part may be a sparse weight, which torch's operators read as a dense tensor.
         local = self._parameters[key] if sparse is None else sparse.fget(self)
         assert local is not None
         return DTensor.from_local(local, mesh, [placement], run_check=False)
@@ -331,7 +339,7 @@ def _as_dtensor(owner: nn.Module, key: str, mesh: DeviceMesh, placement: Placeme
 
 
 def _tied(module: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """Return the names of each parameter that has several."""
     names: dict[Tensor, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -339,7 +347,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 
 def _hooked(module: nn.Module) -> set[str]:
-    """The names of parameters that have gradient hooks."""
+    """Return the names of parameters that have gradient hooks."""
     with_hooks = set(hooked(module.parameters()))
     return {name for name, parameter in module.named_parameters() if parameter in with_hooks}
 

@@ -1,7 +1,7 @@
 """Validates the module, callbacks, optimizers and ranks of a run.
 
-Every function raises a ``MisconfigurationException`` that names what cannot be and says what to do
-instead. Lightning itself raises for a module compiled as a whole, before any rank is started; and
+Every ``validate`` function raises a ``MisconfigurationException`` that names the problem and a
+remedy. Lightning itself raises for a module compiled as a whole, before any rank is started; and
 for several optimizers, when they are configured.
 """
 
@@ -47,7 +47,7 @@ class NeedsWholeWeights(Protocol):
 
 
 def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
-    """Check that the module and the callbacks of a run can do without a process that has it all."""
+    """Check that the module and the callbacks of a run work on ranks with a part of the module."""
     module = trainer.lightning_module
     if config.runs_pipeline:
         validate_steps(module, trainer.state.fn)
@@ -57,7 +57,7 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
         validate_callbacks(callbacks_of(trainer))
     if config.shares_layers:
         validate_whole_weights(config, callbacks_of(trainer))
-    if not overrides(module, "configure_model"):  # It may make layers, or split them.
+    if not overrides(module, "configure_model"):  # That may create layers, or split them.
         validate_shared_layers(config, module)
     if config.save_distributed_checkpoint:
         validate_default_checkpoint_io(io)
@@ -88,9 +88,9 @@ _STEPS: Mapping[Any, Sequence[str]] = {
 
 
 def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
-    """Check that the steps of a run take batches, which a pipeline cuts."""
+    """Check that the steps of a run take batches, which a pipeline splits."""
     for name in _STEPS.get(fn, ()):
-        step = getattr(module, name)  # None switches an evaluation off
+        step = getattr(module, name)  # None switches evaluation off.
         if step is not None and "dataloader_iter" in signature(step).parameters:
             raise MisconfigurationException(
                 f"`{name}(self, dataloader_iter)` of {type(module).__name__} takes batches from an "
@@ -101,7 +101,7 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
 
 
 def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
-    """Say that norms with running statistics see micro-batches, if the module has some."""
+    """Warn that norms with running statistics normalize micro-batches, if the module has any."""
     norms = [
         (name, part)
         for name, part in module.named_modules()
@@ -119,25 +119,25 @@ def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
 
 
 def advise_on_dropout(module: nn.Module) -> None:
-    """Say which masks of dropout repeat in a tensor group, if the module has dropout."""
-    found = [
+    """Warn that masks of dropout repeat in a tensor group, if the module has dropout."""
+    dropouts = [
         f"{name}.{key}".lstrip(".")
         for name, part in module.named_modules()
         for key, value in vars(part).items()
         if isinstance(value, float) and value > 0
         if "dropout" in key or (key == "p" and "Dropout" in type(part).__name__)
     ]
-    if found:
+    if dropouts:
         rank_zero_info(
-            f"The ranks that share layers draw the same random numbers: dropout ({few(found)}) "
+            f"The ranks that share layers draw the same random numbers: dropout ({few(dropouts)}) "
             "between a column-wise and a row-wise layer drops the same entries of each rank's "
             "part. Elsewhere its masks are like those of one process."
         )
 
 
 @contextmanager
-def unless_made_later(module: LightningModule) -> Iterator[None]:
-    """Ignore errors about layers that the module's own hooks may yet make."""
+def ignore_if_layers_follow(module: LightningModule) -> Iterator[None]:
+    """Ignore errors inside the context if the module's own hooks may create its layers later."""
     try:
         yield
     except MisconfigurationException:
@@ -146,7 +146,7 @@ def unless_made_later(module: LightningModule) -> Iterator[None]:
 
 
 def validate_layers(partition: Partition) -> None:
-    """Check that layers compute gradients of micro-batches that add up to those of a batch."""
+    """Check that the gradients of micro-batches add up to those of a batch in every layer."""
     for name, layer in zip(partition.names, partition.layers, strict=True):
         for path, part in layer.named_modules(prefix=name):
             if getattr(part, "scale_grad_by_freq", False):
@@ -157,11 +157,11 @@ def validate_layers(partition: Partition) -> None:
                 )
 
 
-# Weights of which ranks have parts
+# Weights that are split over ranks
 
 
 def validate_shared_layers(config: Config, module: LightningModule) -> None:
-    """Check that ranks can share the layers of a module, and its experts, as they are to."""
+    """Check that ranks can share the layers of a module, and its experts, as configured."""
     tensors, experts = config.tensors, config.experts
     if tensors.ranks > 1:
         # Imported here, because it loads DTensor.
@@ -173,7 +173,7 @@ def validate_shared_layers(config: Config, module: LightningModule) -> None:
 
 
 def validate_whole_weights(config: Config, callbacks: Sequence[Callback]) -> None:
-    """Check that no callback takes a part of a weight for all of it."""
+    """Check that no callback of this package mistakes a part of a weight for the whole."""
     ranks, name = config.tensors.ranks, "tensor_parallel"
     if ranks == 1:
         ranks, name = config.experts.ranks, "expert_parallel"
@@ -225,20 +225,20 @@ def validate_copied_whole(callbacks: Sequence[Callback]) -> None:
 
 
 def optimizers_before_setup(module: LightningModule) -> list[Optimizer]:
-    """Call ``configure_optimizers`` before the run is set up, to validate what it returns.
+    """Call ``configure_optimizers`` before the run is set up, to validate its result.
 
     Returns:
-        The optimizers; an empty list where the hook fails, because it needs the Trainer, the data
-        or the ranks. They are validated again on the ranks.
+        The optimizers; an empty list if the hook fails because it needs the Trainer, the data or
+        the ranks. They are validated again on the ranks.
     """
     try:
         configured = module.configure_optimizers()
-    except Exception:  # of the user's code; the ranks will show it
+    except Exception:  # The user's code may raise anything; if it does so on ranks, they show it.
         _log.debug("No optimizers before the run is set up", exc_info=True)
         return []
-    found: list[Optimizer] = []
-    apply_to_collection(configured, Optimizer, found.append)
-    return found
+    optimizers: list[Optimizer] = []
+    apply_to_collection(configured, Optimizer, optimizers.append)
+    return optimizers
 
 
 def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data: int) -> None:
@@ -275,7 +275,7 @@ def validate_optimizers(config: Config, optimizers: Sequence[Optimizer], g_data:
 
 
 def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> None:
-    """Check that there is not more than one optimizer, for a feature that works with one alone."""
+    """Check that there is only one optimizer, for a feature that does not support several."""
     if len(optimizers) > 1:
         raise MisconfigurationException(
             f"{feature} works with one optimizer, but `configure_optimizers` returned"
@@ -285,16 +285,16 @@ def validate_one_optimizer(optimizers: Sequence[Optimizer], feature: str) -> Non
 
 
 def validate_steps_in_parts(optimizer: Optimizer, dividing: str) -> None:
-    """Check that an optimizer steps parts of parameters as it steps all of them.
+    """Check that an optimizer steps parts of parameters like whole ones.
 
-    ``dividing`` names the arguments by which each rank has a part of every parameter. Trial steps
-    are taken of an optimizer of the same class and settings on small random parameters; the
-    optimizer itself is not changed.
+    An optimizer of the same class and settings takes trial steps on small random parameters; the
+    optimizer itself does not change. ``dividing`` names the arguments by which each rank has a part
+    of every parameter.
     """
     for group in optimizer.param_groups:
         try:
             whole, parts = (trial_steps(optimizer, group, in_parts) for in_parts in (False, True))
-        except Exception as error:  # whatever the user's optimizer raises
+        except Exception as error:  # The user's optimizer may raise anything.
             reason = f"a trial step failed: {without_link(error)}"
             raise _not_in_parts(optimizer, dividing, reason) from error
         if not torch.allclose(whole, parts):

@@ -63,7 +63,7 @@ class PartialStrategy(SingleDeviceStrategy):
     def data_group(self):
         return self.data_group_
 
-    def held_parameters(self):
+    def local_parameters(self):
         parameters = list(self.lightning_module.named_parameters())
         return dict(parameters[self.stage :: self.stages])
 
@@ -72,12 +72,12 @@ class PartialStrategy(SingleDeviceStrategy):
         return {name: {number % self.stages} for number, name in enumerate(names)}
 
     def stored_weights(self):
-        held, sparse = self.held_parameters(), layouts(self.lightning_module)
+        held, sparse = self.local_parameters(), layouts(self.lightning_module)
         state = self.optimizers[0].state
         return lambda name: Stored(held[name], state[held[name]], sparse.get(name))
 
     def counted_parameters(self):
-        return set(self.held_parameters())
+        return set(self.local_parameters())
 
     def sparsify(self, masks, backend):
         optimizer = self.optimizers[0]

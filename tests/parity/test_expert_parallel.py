@@ -282,7 +282,7 @@ class Looks(L.Callback):
     """Notes what a rank keeps and what hooks see."""
 
     def on_train_batch_end(self, run: L.Trainer, module: Any, *_: Any) -> None:
-        held = run.strategy.held_parameters()
+        held = run.strategy.local_parameters()
         self.kept = {name: tuple(p.shape) for name, p in held.items()}
         states = run.optimizers[0].state
         self.bytes = sum(value.nbytes for p in held.values() for value in (p, *states[p].values()))

@@ -301,7 +301,7 @@ class Looks(L.Callback):
     """Notes what a rank keeps and what hooks see."""
 
     def on_train_batch_end(self, run: L.Trainer, module: Any, *_: Any) -> None:
-        held = run.strategy.held_parameters()
+        held = run.strategy.local_parameters()
         self.kept = {name: tuple(p.shape) for name, p in held.items()}
         self.whole = {n: tuple(p.shape) for n, p in run.strategy.whole_parameters()}
         self.shapes = {n: tuple(p.shape) for n, p in module.named_parameters()}

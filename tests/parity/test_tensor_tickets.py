@@ -42,7 +42,7 @@ class Kept:
 
 class Counts(L.Callback):
     def on_train_end(self, run: L.Trainer, *_: Any) -> None:
-        held = run.strategy.held_parameters()
+        held = run.strategy.local_parameters()
         state = run.optimizers[0].state
         self.kept = Kept(
             {name: tuple(parameter.shape) for name, parameter in held.items()},

@@ -89,7 +89,7 @@ class Prune(L.Callback):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         if trainer.current_epoch == 1:
-            held = trainer.strategy.held_parameters()
+            held = trainer.strategy.local_parameters()
             trainer.strategy.sparsify({n: p > -0.05 for n, p in held.items() if p.dim() > 1})
             trainer.strategy.use_freed_memory()
 

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse.pipeline.crossing.message import Activation, Place, SideOutput, SidePlace
-from lightning_axosparse.pipeline.crossing.placeholder import Unsent
+from lightning_axosparse.pipeline.crossing.placeholder import TensorDescription
 from lightning_axosparse.pipeline.joining import (
     Axis,
     SampleLayout,
@@ -104,12 +104,12 @@ def test_gradients_of_parts_are_those_through_joining(layout: SampleLayout) -> N
 HOOK = SidePlace(1, "act", "_forward_hooks", 0)
 
 
-def activation(x: Tensor, loss: Tensor, unsent: Unsent | None = None) -> Activation:
+def activation(x: Tensor, loss: Tensor, unsent: TensorDescription | None = None) -> Activation:
     """What a stage gives for samples, with something in all places."""
     return Activation(
         output=[SimpleNamespace(x=x, name="own"), x.sum(1)],
         values=((Place(0, 1, 0), x.t() * 2),),
-        forms=((0, unsent or Unsent.of(x)),),
+        forms=((0, unsent or TensorDescription.of(x)),),
         side_outputs=(SideOutput(HOOK, {"loss": loss, "mask": torch.ones(4, 4)}),),
     )
 
@@ -178,7 +178,7 @@ def test_a_layer_whose_values_cannot_be_joined_is_refused_by_name() -> None:
     assert "Layer 'layers.2' gives tensors of shapes" in refused(between)
     inside = [Activation(side_outputs=(SideOutput(HOOK, ragged(size)),)) for size in SIZES]
     assert "Layer 'layers.1' gives tensors of shapes" in refused(inside)
-    forms = [Activation(forms=((3, Unsent.of(ragged(size))),)) for size in SIZES]
+    forms = [Activation(forms=((3, TensorDescription.of(ragged(size))),)) for size in SIZES]
     assert "Layer 'layers.3' gives tensors of shapes" in refused(forms)
     left = SideOutput(HOOK, torch.ones(2))
     unlike = [Activation(output=torch.ones(n), side_outputs=(left,) * (n > 1)) for n in SIZES]
@@ -200,7 +200,7 @@ def test_layers_that_give_something_else_in_micro_batches_are_found() -> None:
     assert differing(shifted) == pytest.approx({("output", 0): 1.0})
     fewer = first._replace(values=(), side_outputs=())
     assert differing(fewer)[Place(0, 1, 0)] == infinite
-    wider = first._replace(forms=((0, Unsent.of(torch.ones(3, 5))),))
+    wider = first._replace(forms=((0, TensorDescription.of(torch.ones(3, 5))),))
     assert differing(wider) == {("form", 0, 0): infinite}
 
 

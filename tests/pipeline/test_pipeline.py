@@ -170,7 +170,7 @@ def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Known:
     """What runs of the step show of it."""
     parts = given(step, batch, microbatches)
     with pipe._rng.batch():
-        crossing = message.learned(pipe.probe(parts))
+        crossing = message.crossing_of(pipe.probe(parts))
     assert crossing is not None
     if microbatches == 1:
         return Known(crossing)

@@ -197,7 +197,7 @@ class Held(L.Callback):
     """Notes which layers' parameters live on this rank."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.layers = sorted({name[:8] for name in trainer.strategy.held_parameters()})
+        self.layers = sorted({name[:8] for name in trainer.strategy.local_parameters()})
 
 
 def fit(network: Network, ranks: int = 1, **options: Any) -> tuple[list[str], list[str]]:

@@ -116,12 +116,12 @@ def test_parameters(change: Any, message: str) -> None:
     change(module)
     spread = SpreadExperts(module, "0", Alone())  # type: ignore[arg-type]
     with pytest.raises(MisconfigurationException, match=message):
-        spread.divided({entry.names[0]: entry for entry in owned_parameters(module)})
+        spread.split_parameters({entry.names[0]: entry for entry in owned_parameters(module)})
 
 
 def test_adapters_of_parameters_are_divided_with_the_experts() -> None:
     layer = expert_layers(Adapted(), "auto", 1)[0]
-    divided = {n.removeprefix(f"{layer.path}."): rest for n, *rest in layer.parameters(2)}
+    divided = {n.removeprefix(f"{layer.path}."): rest for n, *rest in layer.split_sizes(2)}
     assert divided == {
         "base_layer.base_layer.gate_up_proj": [0, [2, 2]],
         "base_layer.base_layer.down_proj": [0, [2, 2]],
@@ -137,9 +137,9 @@ def test_patterns_match_words_of_names() -> None:
         f"blocks.{number}.experts" for number in range(LAYERS)
     ]
     found = expert_layers(Mixtral(), "auto", 1)
-    names = [[name for _, name in each.counts] for each in found]
-    assert [(each.path, each.experts, each.listed) for each in found] == [
+    names = [[name for _, name in each.count_attributes] for each in found]
+    assert [(each.path, each.expert_count, each.expert_list) for each in found] == [
         (f"network.model.layers.{number}.mlp.experts", 4, None) for number in range(LAYERS)
     ]
     assert names == [["num_experts"]] * LAYERS
-    assert isinstance(expert_layers(Experts(), "", 1)[0].listed, nn.ModuleList)
+    assert isinstance(expert_layers(Experts(), "", 1)[0].expert_list, nn.ModuleList)

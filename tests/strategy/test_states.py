@@ -11,7 +11,7 @@ from tests.parity.cases import Net, loader, trainer
 
 OF_A_RUN: list[Callable[[AxoSparseStrategy], Any]] = [
     lambda strategy: strategy.in_flight,
-    lambda strategy: strategy.held_parameters(),
+    lambda strategy: strategy.local_parameters(),
     lambda strategy: list(strategy.whole_parameters()),
     lambda strategy: strategy.on_train_end(),
 ]

@@ -52,10 +52,10 @@ def on_rank() -> dict[str, Any]:
                 entry, dimension, [entry.shape[dimension] // 2] * 2, dist.group.WORLD
             )
             before = seen(layer, optimizer)
-            split.divide([optimizer])
+            split.keep_part([optimizer])
             part = seen(layer, optimizer)
             shape = tuple(entry.parameter.shape)
-            values, state, layout = split.stored(optimizer.state[entry.parameter])
+            values, state, layout = split.gather_stored(optimizer.state[entry.parameter])
             read = {"values": values, **{k: v for k, v in state.items() if v.dim()}}
             read = {k: v if layout is None else layout.densify(v) for k, v in read.items()}
             split.gather([optimizer])

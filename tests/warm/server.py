@@ -139,7 +139,7 @@ if __name__ == "__main__":
         load_loops()
     without_external_callbacks()
     fork_server.prepare = lambda: None
-    fork_server.COLD = (*WARM_PYTHON, "-m")
+    fork_server.COLD_COMMAND = (*WARM_PYTHON, "-m")
     gc.collect()
     gc.freeze()  # A fork would copy every page of these objects to collect garbage.
     serve(sys.argv[1])

@@ -1,20 +1,20 @@
-"""What crosses the edges of stages in a step, and how it is sent.
+"""The values that stages send each other in a step, and how they are sent.
 
-A step may read on one stage what another stage has computed: the output of an earlier layer, what
-code between layers has made of it, what forward hooks or attributes of a layer hold. What it reads
-is seen in one run of its first micro-batch in which everything crosses; from then on each stage
-sends what later stages have read, and nothing else.
+A step may read on one stage values that another stage has computed: the output of an earlier layer,
+results of code between layers, values that forward hooks or attributes of a layer hold. The first
+micro-batch is run once as a probe, in which every value is sent and each stage records those that
+it reads; from then on a stage sends the values that later stages have read, and no others.
 
-Whatever holds tensors crosses with their gradients: dataclasses, namespaces, sets, the user's own
-objects, too. Between ranks it is a header and a block of bytes. The header has shapes, so these may
-change from one batch to the next.
+Tensors may be sent inside of any object, such as dataclasses, namespaces, sets and the user's own
+classes, and their gradients come back. Between ranks a message is a header and a block of bytes.
+The header has the shapes, so these may change from one batch to the next.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -27,12 +27,19 @@ from lightning_axosparse.support.object_trees import put_together, take_apart
 from lightning_axosparse.support.torch_internals import is_dtensor
 from lightning_axosparse.support.troubleshooting import see
 
-if TYPE_CHECKING:  # It starts MPI, which the stages of one process do without.
+if TYPE_CHECKING:  # It starts MPI, which is not needed for stages in one process.
     from lightning_axosparse.distributed.mpi.transport import Channel
 
 
 class Place(NamedTuple):
-    """Where a step makes a value from outputs of layers.
+    """Identifies a tensor that a step computes from outputs of layers.
+
+    For example::
+
+        h = self.layers[0](x)  # Place(layer=0, result=0, leaf=0)
+        a, b = h.chunk(2)      # Place(0, 1, 0) and Place(0, 1, 1)
+        c = a + b              # Place(0, 2, 0)
+        h = self.layers[1](c)  # Place(1, 0, 0)
 
     Attributes:
         layer: the layer that was called last.
@@ -46,14 +53,14 @@ class Place(NamedTuple):
 
 
 class SidePlace(NamedTuple):
-    """Where a layer leaves a value beside its output.
+    """Identifies a side output of a layer, or a tensor in it.
 
     Attributes:
         layer: the layer.
         module: path of the module in it.
         name: the attribute, or the registry of a hook.
         position: of the hook in its registry; -1 for an attribute.
-        leaf: index among the tensors in what is left; -1 for all of it.
+        leaf: index among the tensors in the side output; -1 for the side output itself.
     """
 
     layer: int
@@ -64,12 +71,12 @@ class SidePlace(NamedTuple):
 
     @property
     def of_hook(self) -> bool:
-        """Whether a hook is given the value; else it is an attribute."""
+        """Whether the value is an argument of a hook; else it is an attribute."""
         return self.position >= 0
 
     @property
     def whole(self) -> SidePlace:
-        """The place of all that the hook was given, or of the attribute."""
+        """The place of the side output that holds this tensor."""
         return self._replace(leaf=-1)
 
 
@@ -77,17 +84,17 @@ Value = Place | SidePlace
 
 
 @dataclass
-class Reads:
-    """What one stage does with the values of others, in the run in which all of them cross.
+class StageReads:
+    """The values that one stage reads in a probe.
 
     Attributes:
-        read: those of earlier stages that it reads, and the calls of hooks that leave something.
-        seen: what hooks and attributes of its own layers hold.
-        is_complete: whether the step has gone through the stage, and called its layers.
+        read: those of earlier stages, and side outputs of earlier layers that its hooks store.
+        side_outputs: the side outputs of its own layers.
+        is_complete: whether the step has reached the stage and called its layers.
     """
 
     read: set[Value] = field(default_factory=set)
-    seen: set[SidePlace] = field(default_factory=set)
+    side_outputs: set[SidePlace] = field(default_factory=set)
     is_complete: bool = False
 
 
@@ -96,60 +103,58 @@ class _Everything:
         return True
 
 
-class Sent:
-    """What one stage sends to the next.
+class SentValues:
+    """The values that one stage sends to the next.
 
     Args:
-        read: what later stages read; None if that is not known.
-        seen: what hooks and attributes were seen to hold; anything else is sent.
+        read: the values that later stages read; None if that is not known: then all are sent.
+        side_outputs: those that layers had in the probe; others are sent.
     """
 
     def __init__(
-        self, read: frozenset[Value] | None = None, seen: frozenset[SidePlace] = frozenset()
+        self, read: frozenset[Value] | None = None, side_outputs: frozenset[SidePlace] = frozenset()
     ) -> None:
         self.values: Container[Any] = _Everything() if read is None else read
-        """Values between layers that are sent."""
+        """The values between layers that are sent."""
         self.last_computed = max(
             (value.layer for value in read or () if isinstance(value, Place) and value.result),
             default=-1 if read is not None else float("inf"),
         )
         """The last layer behind which code computes such a value."""
-        self._seen = seen
+        self._side_outputs = side_outputs
 
-    def sends(self, value: SidePlace) -> bool:
-        """Whether something beside a layer's output is sent."""
-        return value in self.values or value not in self._seen
-
-
-Crossing: TypeAlias = tuple[Sent, ...]
-"""What crosses the edges of stages in a step: what each stage sends."""
+    def sends_side_output(self, place: SidePlace) -> bool:
+        """Whether a side output, or a tensor in it, is sent."""
+        return place in self.values or place not in self._side_outputs
 
 
-def learned(stages: Mapping[int, Reads]) -> Crossing | None:
-    """What is sent, by what each stage was seen to read; None if they did not see the step."""
+Crossing: TypeAlias = tuple[SentValues, ...]
+"""The values that each stage sends."""
+
+
+def crossing_of(stages: Mapping[int, StageReads]) -> Crossing | None:
+    """Return the values that each stage has to send; None if a probe did not reach all stages."""
     if not all(reads.is_complete for reads in stages.values()):
         return None
-    seen = frozenset(place for reads in stages.values() for place in reads.seen)
-    return tuple(
-        Sent(_union(reads.read for later, reads in stages.items() if later > stage), seen)
-        for stage in sorted(stages)
-    )
+    side_outputs = frozenset(place for reads in stages.values() for place in reads.side_outputs)
+    return tuple(SentValues(_read_behind(stage, stages), side_outputs) for stage in sorted(stages))
 
 
-def _union(sets: Iterable[set[Value]]) -> frozenset[Value]:
-    """The values in some sets, and the calls of hooks that are given them."""
-    union = frozenset[Value]().union(*sets)
-    return union | {value.whole for value in union if isinstance(value, SidePlace)}
+def _read_behind(stage: int, stages: Mapping[int, StageReads]) -> frozenset[Value]:
+    """Return the values that later stages read, and the side outputs that hold them."""
+    later = (reads.read for number, reads in stages.items() if number > stage)
+    read = frozenset[Value]().union(*later)
+    return read | {value.whole for value in read if isinstance(value, SidePlace)}
 
 
 class SideOutput(NamedTuple):
-    """What a layer has left beside its output.
+    """A value that a layer stores in addition to its output.
 
     Attributes:
-        place: where.
+        place: identifies it.
         value: the arguments of a hook inside the layer; or a tensor, list or dict that the layer
             has set as an attribute of one of its modules.
-        is_appended: whether the value is what the layer has appended to such a list.
+        is_appended: whether the value holds only the items that the layer has appended to a list.
     """
 
     place: SidePlace
@@ -158,19 +163,19 @@ class SideOutput(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """What a stage sends to the next.
+    """The content of a message to the next stage.
 
     Gradients come back for its tensors, in their order.
 
     Attributes:
         output: of the stage's last layer, with descriptions of the tensors that no stage reads.
-        values: what else of outputs of layers, and of what the step has made of them, is read.
-        forms: outputs of layers that do not look like the last one's, with descriptions of tensors.
+        values: other tensors, computed from outputs of layers, that later stages read.
+        forms: outputs of layers that differ in form from the last one's, as descriptions.
         is_changed: whether the step has changed the output in place.
-        side_outputs: of all layers up to that.
+        side_outputs: of all layers so far.
         fingerprint: of the batch.
         is_empty: whether the step has ended on the stage, without calling a layer.
-        has_failed: whether it has ended there by an error, in a run that only looks at the step.
+        has_failed: whether the step has raised an error there, in a probe or a comparison.
     """
 
     output: Any = None
@@ -184,12 +189,12 @@ class Activation(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a stage sends back for a micro-batch.
+    """The content of a message to the previous stage, for one micro-batch.
 
     Attributes:
-        tensors: the gradient of each tensor of the activation; None where there is none.
-        factor: with the last micro-batch, what the gradients of the whole batch are still to be
-            multiplied by (see ``loss.weights``); None where the batch has to run again.
+        tensors: the gradient of each tensor of the activation; None for a tensor without gradient.
+        factor: with the last micro-batch, the number by which the gradients of the whole batch are
+            still to be multiplied (see ``loss.weights``); None if the batch has to run again.
     """
 
     tensors: Sequence[Tensor | None]
@@ -197,11 +202,11 @@ class Gradients(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What has arrived, or was sent.
+    """A message that has arrived, or was sent.
 
     Attributes:
-        content: what was sent.
-        tensors: those in it, in order; of what has arrived the leaves of a new graph.
+        content: an ``Activation`` or ``Gradients``.
+        tensors: those in it, in order; in a message that has arrived, leaves of a new graph.
     """
 
     content: Any
@@ -221,8 +226,8 @@ class Link:
     Messages of one direction arrive in the order in which they were sent.
 
     Attributes:
-        activations: arrived from the previous stage and not yet used, oldest first.
-        gradients: arrived from the next stage and not yet used, oldest first.
+        activations: messages from the previous stage that are not yet used, oldest first.
+        gradients: messages from the next stage that are not yet used, oldest first.
     """
 
     def __init__(self) -> None:
@@ -230,7 +235,7 @@ class Link:
         self.gradients: deque[Message] = deque()
 
     def begin(self, activations: int, gradients: int) -> None:
-        """Prepare to receive so many messages of each direction in this batch."""
+        """Prepare to receive these numbers of messages in this batch."""
 
     def send_activation(self, activation: Activation) -> Sequence[Tensor]:
         """Send to the next stage without waiting; return the tensors in the activation."""
@@ -240,10 +245,10 @@ class Link:
         """Send to the previous stage without waiting."""
 
     def poll(self) -> None:
-        """Progress messages, and append what has arrived to the deques."""
+        """Progress messages, and append those that have arrived to the deques."""
 
     def end(self) -> None:
-        """Wait until everything sent in this batch has left."""
+        """Wait until all messages of this batch have left."""
 
 
 class ChannelLink(Link):
@@ -276,7 +281,7 @@ class ChannelLink(Link):
         self._previous.send(header, block)
 
     def poll(self) -> None:
-        """Decode what has arrived from both adjacent stages."""
+        """Decode the messages that have arrived from both adjacent stages."""
         for channel, arrived in (
             (self._previous, self.activations),
             (self._following, self.gradients),
@@ -287,7 +292,7 @@ class ChannelLink(Link):
                     arrived.append(decode(*channel.arrived.popleft()))
 
     def end(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until all messages of this batch have left."""
         for channel in (self._previous, self._following):
             if channel is not None:
                 channel.end()
@@ -296,7 +301,8 @@ class ChannelLink(Link):
 class LoopbackLink(Link):
     """The link of a stage whose adjacent stages are in the same process.
 
-    The schedule and all other code are those used between ranks: for notebooks, debuggers, tests.
+    For notebooks, debuggers and tests; the schedule and all other code are those used between
+    ranks.
     """
 
     def __init__(self) -> None:
@@ -315,9 +321,9 @@ class LoopbackLink(Link):
     def send_activation(self, activation: Activation) -> Sequence[Tensor]:
         """Pass it to the next stage."""
         assert self._next is not None
-        sent, message = relink(activation)
+        tensors, message = detached_message(activation)
         self._next.activations.append(message)
-        return sent
+        return tensors
 
     def send_gradient(self, gradients: Gradients) -> None:
         """Pass them to the previous stage."""
@@ -325,8 +331,8 @@ class LoopbackLink(Link):
         self._previous.gradients.append(Message(gradients, ()))
 
 
-class _Block(NamedTuple):
-    """A tensor of a message; its bytes begin at ``offset`` of the block."""
+class _PackedTensor(NamedTuple):
+    """A tensor of a message whose bytes begin at ``offset`` of the block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -340,10 +346,10 @@ class _Block(NamedTuple):
 
 
 def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor, Sequence[Tensor]]:
-    """Turn any object into a header and the bytes of its tensors (1-D uint8, on ``device``).
+    """Convert any object to a header and the bytes of its tensors (1-D uint8, on ``device``).
 
-    A single contiguous tensor on ``device`` is not copied: it must not change until the message has
-    left.
+    A single contiguous tensor on ``device`` is not copied, so it must not change until the message
+    has left.
 
     Returns:
         The header, the bytes, and the tensors in their order.
@@ -353,7 +359,7 @@ def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor, Sequence[Ten
     """
     rest, tensors = take_apart(tree, Tensor)
     pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
-    blocks, end = list[_Block](), 0
+    packed, end = list[_PackedTensor](), 0
     for tensor in tensors:
         if is_dtensor(tensor):
             raise MisconfigurationException(
@@ -367,24 +373,24 @@ def encode(tree: Any, device: torch.device) -> tuple[bytes, Tensor, Sequence[Ten
             pieces.append(torch.zeros(offset - end, dtype=torch.uint8, device=device))
         pieces.append(tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8))
         end = offset + pieces[-1].numel()
-        blocks.append(_Block(tensor.shape, tensor.dtype, tensor.requires_grad, offset))
+        packed.append(_PackedTensor(tensor.shape, tensor.dtype, tensor.requires_grad, offset))
     block = pieces[1] if len(pieces) == 2 else torch.cat(pieces)
-    return pickle.dumps((rest, blocks)), block, tensors
+    return pickle.dumps((rest, packed)), block, tensors
 
 
 def decode(header: bytes, block: Tensor) -> Message:
-    """Make the object again; its tensors are leaves of a new graph, and views of the block."""
-    rest, blocks = pickle.loads(header)
-    tensors = [each.read(block) for each in blocks]
+    """Rebuild the object; its tensors are leaves of a new graph, and views of the block."""
+    rest, packed = pickle.loads(header)
+    tensors = [each.read(block) for each in packed]
     return Message(put_together(rest, tensors), tensors)
 
 
-def relink(tree: Any) -> tuple[Sequence[Tensor], Message]:
-    """What :func:`encode` and :func:`decode` do, in one process and without copying tensors.
+def detached_message(tree: Any) -> tuple[Sequence[Tensor], Message]:
+    """Do as :func:`encode` and :func:`decode`, in one process and without copying tensors.
 
     Returns:
-        The tensors in the object, and the message that arrives.
+        The tensors in the object, and a message with them detached.
     """
-    rest, sent = take_apart(tree, Tensor)
-    arrived = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in sent]
-    return sent, Message(put_together(rest, arrived), arrived)
+    rest, tensors = take_apart(tree, Tensor)
+    detached = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    return tensors, Message(put_together(rest, detached), detached)

@@ -1,9 +1,9 @@
-"""Replaces tensors that are not sent from stage to stage.
+"""Placeholders for tensors that are not sent from stage to stage.
 
-Code of the step that belongs to an earlier stage may do with a placeholder what it likes: it gets
-placeholders back. Code that this stage computes needs values, so a torch function that takes a
-placeholder there raises an error, which names what was not sent. Whether a function needs values is
-seen by calling it on the meta device: ``x.shape`` and ``x.flatten(1)`` need none, ``x.item()`` and
+In code of the step that an earlier stage has computed, a torch function of placeholders returns
+placeholders. Code that this stage computes needs values, so a torch function that takes a
+placeholder there raises an error, which names the missing value. Whether a function needs values is
+tested by a call on the meta device: ``x.shape`` and ``x.flatten(1)`` need none, ``x.item()`` and
 ``x[x > 0]`` do.
 """
 
@@ -35,7 +35,8 @@ from lightning_axosparse.support.torch_internals import (
 from lightning_axosparse.support.troubleshooting import see
 
 PLAIN = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device)
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"forward"}
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module())) | {"forward"}
+"""Attributes that every module has."""
 
 _NOT_SEARCHED = (
     *PLAIN,
@@ -50,12 +51,12 @@ _NOT_SEARCHED = (
     ),
 )
 _PACKAGES_NOT_SEARCHED = ("lightning", "pytorch_lightning", "lightning_fabric")
-_MOST_NODES = 100_000
-"""A data set that a module holds as a list is no place for what a step computes."""
+_MOST_OBJECTS = 100_000
+"""The search ends after so many: the rest is a data set in a list, not outputs of a step."""
 
 
-def nodes(tree: Any) -> Iterator[Any]:
-    """The tensors in nested containers and objects, and these containers and objects."""
+def reachable_objects(tree: Any) -> Iterator[Any]:
+    """Yield the tensors in nested containers and objects, and these containers and objects."""
     pending, seen = [tree], set()
     while pending:
         node = pending.pop()
@@ -74,30 +75,30 @@ def nodes(tree: Any) -> Iterator[Any]:
 
 
 def attribute_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """The tensors that can be reached from attributes of a module and of its submodules."""
+    """Yield the tensors that can be reached from attributes of a module and of its submodules."""
     values = [
         value
         for each in module.modules()
         for name, value in (*vars(each).items(), *each._buffers.items())
-        if name not in OF_EVERY_MODULE
+        if name not in MODULE_ATTRIBUTES
     ]
-    found = islice(nodes(values), _MOST_NODES)
+    found = islice(reachable_objects(values), _MOST_OBJECTS)
     return (node for node in found if isinstance(node, Tensor))
 
 
-_SHOWING = (Tensor.__repr__, Tensor.__format__)
+_PRINTING = (Tensor.__repr__, Tensor.__format__)
 """Functions that return values as text, also those of the meta device."""
 
 _MOVING = (Tensor.cpu, Tensor.cuda, Tensor.to)
 """Functions that may move a tensor to another device."""
 
 GRADIENT_HOOKS = (Tensor.register_hook, Tensor.retain_grad)
-"""Functions that ask for the gradient of a tensor, and of which each takes effect once more."""
+"""Functions that ask for the gradient of a tensor, and have an effect on each stage."""
 
 
 @dataclass(frozen=True)
-class Unsent:
-    """Describes a tensor without its values."""
+class TensorDescription:
+    """A tensor without its values."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -105,18 +106,18 @@ class Unsent:
     requires_grad: bool
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Unsent:
+    def of(cls, tensor: Tensor) -> TensorDescription:
         """Describe ``tensor``."""
         return cls(tensor.shape, tensor.dtype, tensor.device.type, tensor.requires_grad)
 
 
 class Outcome(NamedTuple):
-    """What a function does.
+    """The effects of a function.
 
     Attributes:
-        result: what it returns, with a description of each tensor that it makes. An argument that
-            it returns is that argument itself.
-        makes_tensors: whether there are such descriptions.
+        result: its result, with a description of each new tensor. An argument that the function
+            returns is that argument itself.
+        makes_tensors: whether there are new tensors.
         changed: the arguments that it changes in place.
     """
 
@@ -130,49 +131,49 @@ class Outcome(NamedTuple):
         return bool(tensors_in(self.result))
 
 
-def without_values(
+def run_on_meta(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Outcome | None:
-    """Find what a torch function does to arguments; None if that depends on their values."""
-    if func in _SHOWING:
+    """Call a torch function on the meta device; return None if it needs values of arguments."""
+    if func in _PRINTING:
         return None
-    given: dict[int, tuple[Tensor, Tensor]] = {}
+    metas: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def stand_in(tensor: Tensor) -> Tensor:
-        if id(tensor) not in given:
-            given[id(tensor)] = tensor, _meta_like(tensor)
-        return given[id(tensor)][1]
+    def meta_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in metas:
+            metas[id(tensor)] = tensor, _meta_like(tensor)
+        return metas[id(tensor)][1]
 
     # Inference tensors have no versions.
     with plain_torch_functions(), torch.inference_mode(False), torch.no_grad():
         try:
-            standing = tree_map_only(Tensor, stand_in, (args, dict(kwargs)))
-            device = _device([tensor for tensor, _ in given.values()])
+            meta_args, meta_kwargs = tree_map_only(Tensor, meta_of, (args, dict(kwargs)))
+            device = _device([tensor for tensor, _ in metas.values()])
             if func in _MOVING:
-                result, device = _moved(func, device, *standing[0], **standing[1])
+                result, device = _moved(func, device, *meta_args, **meta_kwargs)
             else:
-                result = func(*standing[0], **standing[1])
+                result = func(*meta_args, **meta_kwargs)
         except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-            return None  # It reads values, or does not know the meta device.
+            return None  # It reads values, or does not support the meta device.
     arguments, changed, has_gradient = {}, [], False
     with plain_torch_functions():
-        for tensor, meta in given.values():
+        for tensor, meta in metas.values():
             arguments[id(meta)] = tensor
             has_gradient |= tensor.requires_grad
             if version_of(meta):
                 changed.append(tensor)
     has_gradient &= torch.is_grad_enabled()
 
-    def described(meta: Tensor) -> Tensor | Unsent:
+    def argument_or_description(meta: Tensor) -> Tensor | TensorDescription:
         if id(meta) in arguments:
             return arguments[id(meta)]
         is_number = meta.is_floating_point() or meta.is_complex()
-        return Unsent(meta.shape, meta.dtype, device, has_gradient and is_number)
+        return TensorDescription(meta.shape, meta.dtype, device, has_gradient and is_number)
 
     with plain_torch_functions():
-        result = tree_map_only(Tensor, described, result)
-    made = Unsent in map(type, tree_leaves(result))
-    return Outcome(result, made, tuple(changed))
+        result = tree_map_only(Tensor, argument_or_description, result)
+    makes_tensors = TensorDescription in map(type, tree_leaves(result))
+    return Outcome(result, makes_tensors, tuple(changed))
 
 
 def _meta_like(tensor: Tensor) -> Tensor:
@@ -187,33 +188,32 @@ def _meta_like(tensor: Tensor) -> Tensor:
 
 
 def _device(tensors: list[Tensor]) -> str:
-    """Where the result is: a scalar on the CPU goes with tensors of any device."""
-    found = [tensor for tensor in tensors if tensor.dim()] or tensors
-    return found[0].device.type
+    """Return the device of a result: a scalar on the CPU may be combined with any device."""
+    return next((tensor for tensor in tensors if tensor.dim()), tensors[0]).device.type
 
 
 def _moved(
     func: Callable[..., Any], device: str, tensor: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, str]:
-    """What a function that moves a tensor returns, and the device."""
+    """Return the result of a function that moves a tensor, and its device."""
     dtype = None
     if func is Tensor.to:
         kwargs.pop("copy", None)
         wanted, dtype = parsed_conversion(*args, **kwargs)
-        # A tensor that it is to be like is on the meta device, as all are here.
-        device_wanted = device if wanted is None or wanted.type == "meta" else wanted.type
+        # In `x.to(other)`, `other` is on the meta device here, as all arguments are.
+        destination = device if wanted is None or wanted.type == "meta" else wanted.type
     else:
-        device_wanted = func.__name__
-    if device_wanted == device and dtype in (None, tensor.dtype):
+        destination = func.__name__
+    if destination == device and dtype in (None, tensor.dtype):
         return tensor, device
-    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta"), device_wanted
+    return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta"), destination
 
 
 @dataclass(init=False, unsafe_hash=True)
 class Unsendable:
-    """Replaces an object that cannot be sent; reading of it raises an error.
+    """Replaces an object that cannot be sent: code may write to it, but not read of it.
 
-    Code of an earlier stage, where the object is, may write to it.
+    Code of an earlier stage, which has the object, writes to it again on this one.
     """
 
     kind: str
@@ -247,43 +247,45 @@ class Unsendable:
 
 
 @dataclass
-class Progress:
-    """How far a stage is with the step of a micro-batch; its placeholders refer to it."""
+class StepProgress:
+    """The progress of a stage in the step of a micro-batch, to which its placeholders refer."""
 
     stage: int
     is_before_stage: bool = True
     """Whether the step has yet to call the stage's first layer."""
     placeholders: list[Placeholder] = field(default_factory=list)
-    """Those that may get a gradient, and must not."""
+    """Those with ``requires_grad``; it is an error if one gets a gradient."""
 
 
-class FirstRead(MisconfigurationException):
-    """A stage reads what it has not read before, so that it was not sent."""
+class UnsentValueError(MisconfigurationException):
+    """A stage reads a value that was not sent, as no stage had read it before."""
 
 
 class Placeholder(Tensor):
     """A tensor of NaN, or of zeros for integers, that raises an error where it is read.
 
     Attributes:
-        progress: of the stage that it was made for; None for one that was pickled.
-        source: what was not sent, in words.
+        progress: of its stage; None if it was pickled.
+        source: describes the missing value in words.
     """
 
-    progress: Progress | None
+    progress: StepProgress | None
     source: str
 
     @classmethod
-    def of(cls, unsent: Unsent, progress: Progress | None, source: str) -> Placeholder:
-        """Make one."""
-        is_number = unsent.dtype.is_floating_point or unsent.dtype.is_complex
+    def of(
+        cls, missing: TensorDescription, progress: StepProgress | None, source: str
+    ) -> Placeholder:
+        """Create the placeholder of a tensor."""
+        is_number = missing.dtype.is_floating_point or missing.dtype.is_complex
         value = torch.full(
-            (), torch.nan if is_number else 0, dtype=unsent.dtype, device=unsent.device
-        ).expand(unsent.shape)
-        made: Placeholder = Tensor._make_subclass(cls, value, unsent.requires_grad)
-        made.progress, made.source = progress, source
-        if unsent.requires_grad and progress is not None:
-            progress.placeholders.append(made)
-        return made
+            (), torch.nan if is_number else 0, dtype=missing.dtype, device=missing.device
+        ).expand(missing.shape)
+        placeholder: Placeholder = Tensor._make_subclass(cls, value, missing.requires_grad)
+        placeholder.progress, placeholder.source = progress, source
+        if missing.requires_grad and progress is not None:
+            progress.placeholders.append(placeholder)
+        return placeholder
 
     @classmethod
     def __torch_function__(
@@ -294,7 +296,7 @@ class Placeholder(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        outcome = without_values(func, args, kwargs)
+        outcome = run_on_meta(func, args, kwargs)
         first = next(each for each in tensors_in((args, kwargs)) if isinstance(each, cls))
         progress = first.progress
         if outcome is None or any(not isinstance(each, cls) for each in outcome.changed):
@@ -307,18 +309,20 @@ class Placeholder(Tensor):
         if progress is None or not progress.is_before_stage:
             raise first.missing_value()
         source = computed_from(first.source)
-        return tree_map_only(Unsent, lambda made: cls.of(made, progress, source), outcome.result)
+        return tree_map_only(
+            TensorDescription, lambda missing: cls.of(missing, progress, source), outcome.result
+        )
 
     def missing_value(self) -> MisconfigurationException:
-        """The error of code that reads the value."""
+        """Return the error of code that reads the value."""
         reader = (
             "Code outside of steps" if self.progress is None else f"Stage {self.progress.stage}"
         )
-        return FirstRead(
-            f"{reader} reads {self.source} for the first time. Stages send each other what the "
-            "step has read in the first batch of its loop, and what could be reached from the "
-            "module's attributes after it. Read the value in every batch (`loss = loss + 0 * "
-            "value.sum()`), put both ends into one stage (balance=...), or carry it along in what "
+        return UnsentValueError(
+            f"{reader} reads {self.source} for the first time. Stages send each other the values "
+            "that the step has read in the first batch of its loop, and those that the module's "
+            "attributes referred to after it. Read the value in every batch (`loss = loss + 0 * "
+            "value.sum()`), put both ends into one stage (balance=...), or return it from "
             "the layers return." + see("values-between-layers")
         )
 
@@ -330,54 +334,56 @@ class Placeholder(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with plain_torch_functions():
-            return Placeholder.of, (Unsent.of(self), None, self.source)
+            return Placeholder.of, (TensorDescription.of(self), None, self.source)
 
 
 def computed_from(source: str) -> str:
-    """What the step computes from a source, in words."""
-    begin = "what the step computes from "
+    """Describe a value that the step computes from a source."""
+    begin = "a value that the step computes from "
     return source if source.startswith(begin) else begin + source
 
 
-_LEAVES = (Tensor, Unsent)
+_LEAVES = (Tensor, TensorDescription)
 
 
-def described(tree: Any) -> Any:
-    """Put descriptions in the places of an object's tensors; those that are there stay."""
-    return object_map(_LEAVES, lambda e: Unsent.of(e) if isinstance(e, Tensor) else e, tree)
+def with_descriptions(tree: Any) -> Any:
+    """Replace the tensors in an object by descriptions; those that it has stay."""
+    return object_map(
+        _LEAVES, lambda leaf: TensorDescription.of(leaf) if isinstance(leaf, Tensor) else leaf, tree
+    )
 
 
 def values_in(tree: Any) -> list[Any]:
-    """The tensors, and the descriptions of tensors, in an object."""
+    """Return the tensors, and the descriptions of tensors, in an object."""
     return object_leaves(tree, _LEAVES)
 
 
 def sendable(tree: Any, sends: Callable[[int], bool], owner: str) -> Any:
-    """An object as it is sent.
+    """Return an object as it is sent.
 
     Args:
         tree: the object.
-        sends: says by the index of a tensor in it whether that is sent; else it is described.
-        owner: what the object belongs to, for messages.
+        sends: whether a tensor is sent, by its index in the object; if not, it is described.
+        owner: the module to which the object belongs, for messages.
     """
     indices = count()
 
     def leaf(value: Any) -> Any:
         is_sent = sends(next(indices))
-        return Unsent.of(value) if isinstance(value, Tensor) and not is_sent else value
+        return TensorDescription.of(value) if isinstance(value, Tensor) and not is_sent else value
 
-    def unless_pickled(value: Any) -> Any:
+    def if_not_pickled(value: Any) -> Any:
         return Unsendable(type(value).__name__, owner)
 
-    return object_map(_LEAVES, leaf, tree, unless_pickled)
+    return object_map(_LEAVES, leaf, tree, if_not_pickled)
 
 
-def filled(tree: Any, leaf: Callable[[int, Any], Tensor]) -> Any:
-    """Replace the tensors in an object, and the descriptions of tensors.
+def with_tensors(tree: Any, leaf: Callable[[int, Any], Tensor]) -> Any:
+    """Replace the tensors in an object, and the descriptions of tensors, by other tensors.
 
     Args:
         tree: the object.
-        leaf: is given the index among these, and the tensor or its description.
+        leaf: returns the replacement of a tensor or description; its first argument is the index.
     """
     indices = count()
     return object_map(_LEAVES, lambda value: leaf(next(indices), value), tree)

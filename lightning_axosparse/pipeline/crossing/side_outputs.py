@@ -1,12 +1,12 @@
-"""Sends the side outputs of layers to later stages: what forward hooks and attributes hold.
+"""Sends the side outputs of layers to later stages: arguments of forward hooks, and attributes.
 
-Code behind the layers may read what a forward hook inside of a layer has collected (transformers
-collects router logits, attentions and hidden states this way), or an attribute that a layer has set
-(``layer.l_aux``). It runs on the last stage, where layers of earlier stages compute nothing. So the
-stage of a layer watches its hooks and attributes and sends what they hold with the activation, as
-far as a later stage reads it (``message``); each later stage calls the same hooks, and sets the
-same attributes, where the layer is called. Gradients return with those of the activation. Without
-such hooks and attributes nothing is sent. Hooks of a layer itself are code between layers.
+Code behind the layers may read values that a forward hook inside of a layer has collected
+(transformers collects router logits, attentions and hidden states this way), or an attribute that a
+layer has set (``layer.l_aux``). It runs on the last stage, where layers of earlier stages compute
+nothing. So the stage of a layer watches its hooks and attributes, and sends their values with the
+activation if a later stage reads them (``message``); each later stage calls the same hooks, and
+sets the same attributes, where the layer is called. Gradients return with those of the activation.
+Hooks of a layer itself count as code between layers.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_axosparse.pipeline.crossing.message import Reads, Sent, SideOutput, SidePlace
+from lightning_axosparse.pipeline.crossing.message import (
+    SentValues,
+    SideOutput,
+    SidePlace,
+    StageReads,
+)
 from lightning_axosparse.pipeline.crossing.placeholder import (
-    OF_EVERY_MODULE,
+    MODULE_ATTRIBUTES,
     PLAIN,
     Placeholder,
-    Progress,
-    filled,
+    StepProgress,
     sendable,
     values_in,
+    with_tensors,
 )
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.torch_internals import (
@@ -43,15 +48,15 @@ _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = frozenset(PLAIN)
 
 
-class _State(NamedTuple):
-    """An attribute at one time: a tensor and its version, or a list or dict and its items."""
+class _AttributeState(NamedTuple):
+    """The state of an attribute: a tensor and its version, or a list or dict and its items."""
 
     value: Tensor | list[Any] | dict[Any, Any]
     items: tuple[Any, ...]
     version: int
 
-    def begins(self, later: _State) -> bool:
-        """Whether ``later`` is the same object with nothing but items appended."""
+    def is_prefix_of(self, later: _AttributeState) -> bool:
+        """Whether ``later`` is the same object, to which only items were appended."""
         return (
             self.value is later.value
             and self.version == later.version
@@ -66,7 +71,7 @@ class WatchedLayer:
     def __init__(self, name: str, layer: nn.Module) -> None:
         self.name = name
         self.modules = dict(layer.named_modules())
-        # A scripted module has neither hooks inside nor attributes that Python sees change.
+        # A scripted module has no hooks inside, and Python does not see its attributes change.
         self.paths = {
             module: path
             for path, module in self.modules.items()
@@ -77,34 +82,35 @@ class WatchedLayer:
             names for module in self.paths for names in (vars(module), module._buffers)
         ]
         self._entries = 0
-        self._places: list[tuple[nn.Module, dict[str, Any], str]] = []
+        self._names: list[tuple[nn.Module, dict[str, Any], str]] = []
 
-    def attributes(self) -> dict[tuple[nn.Module, str], _State]:
-        """What each attribute that is a tensor, a list or a dict is now."""
-        # Called twice for each micro-batch and layer, so names are listed only if there are new.
+    def attributes(self) -> dict[tuple[nn.Module, str], _AttributeState]:
+        """Return the state of each attribute that is a tensor, a list or a dict."""
+        # Called twice for each micro-batch and layer, so names are listed only if some are new.
         entries = sum(map(len, self._namespaces))
         if entries != self._entries:
-            self._entries, self._places = entries, list(self._find())
-        found: dict[tuple[nn.Module, str], _State] = {}
-        for module, values, name in self._places:
+            self._entries, self._names = entries, list(self._list_names())
+        states: dict[tuple[nn.Module, str], _AttributeState] = {}
+        for module, values, name in self._names:
             value: Any = values.get(name)
             # Not isinstance, which is slow on a config of transformers: it reads ``__class__``.
             kind = type(value)
             if kind in _PLAIN:
                 continue
             if issubclass(kind, Tensor):
-                # Running statistics change in place, for the layer alone.
+                # Only the layer reads running statistics, which change in place.
                 running = values is module._buffers or value.is_inference()
-                found[module, name] = _State(value, (), 0 if running else version_of(value))
+                version = 0 if running else version_of(value)
+                states[module, name] = _AttributeState(value, (), version)
             elif issubclass(kind, (list, dict)):
                 items = value.values() if issubclass(kind, dict) else value
-                found[module, name] = _State(value, tuple(items), 0)
-        return found
+                states[module, name] = _AttributeState(value, tuple(items), 0)
+        return states
 
-    def _find(self) -> Iterator[tuple[nn.Module, dict[str, Any], str]]:
+    def _list_names(self) -> Iterator[tuple[nn.Module, dict[str, Any], str]]:
         for module in self.paths:
             for values, names in (
-                (vars(module), vars(module).keys() - OF_EVERY_MODULE),
+                (vars(module), vars(module).keys() - MODULE_ATTRIBUTES),
                 (module._buffers, module._buffers),
             ):
                 for name in sorted(names):
@@ -115,23 +121,23 @@ class WatchedLayer:
 class SideOutputs:
     """The side outputs of one micro-batch on one stage.
 
-    ``sent`` is None on the last stage. ``reads`` is filled with what the stage's layers leave, and
-    the hooks whose calls leave something; it is None where that is known.
+    ``sent`` is None on the last stage. In a probe, ``reads`` records the side outputs of the
+    stage's layers, and those of earlier layers that hooks store; else it is None.
     """
 
     layers: Sequence[WatchedLayer]
     received: Sequence[SideOutput]
     values: DerivedValues
-    progress: Progress
-    sent: Sent | None
-    reads: Reads | None
-    _own: list[SideOutput] = field(default_factory=list)
+    progress: StepProgress
+    sent: SentValues | None
+    reads: StageReads | None
+    _own_outputs: list[SideOutput] = field(default_factory=list)
     _layer: int = -1
-    _before: Mapping[tuple[nn.Module, str], _State] = field(default_factory=dict)
-    """The attributes of the running layer as they were when it began."""
+    _before: Mapping[tuple[nn.Module, str], _AttributeState] = field(default_factory=dict)
+    """The attributes of the running layer before its forward pass."""
     _hooks: list[tuple[dict[int, Any], int, Any]] = field(default_factory=list)
-    _lists: list[tuple[list[Any], int]] = field(default_factory=list)
-    """Lists that layers have appended to, and how long they were before."""
+    _appended: list[tuple[list[Any], int]] = field(default_factory=list)
+    """Lists to which layers have appended, and their lengths before that."""
 
     def watch(self, own: range) -> None:
         """Watch the hooks and attributes of the stage's layers from now on."""
@@ -165,85 +171,84 @@ class SideOutputs:
         self._before = self.layers[index].attributes()
 
     def end_layer(self, index: int) -> None:
-        """Note what a layer of the stage has set."""
+        """Record the attributes that a layer of the stage has set."""
         layer = self.layers[index]
         for (module, name), now in layer.attributes().items():
-            old = self._before.get((module, name))
+            before = self._before.get((module, name))
             place = SidePlace(index, layer.paths[module], name)
-            known = len(old.items) if old is not None and old.begins(now) else None
-            if known == len(now.items):
+            # None if the attribute was replaced.
+            length = len(before.items) if before is not None and before.is_prefix_of(now) else None
+            if length == len(now.items):
                 continue
-            if known is not None and isinstance(now.value, list):
-                items = list(now.items[known:])
-                self._note(SideOutput(place, items, is_appended=True))
-                self._note_list(now.value, items)
+            if length is not None and isinstance(now.value, list):
+                items = list(now.items[length:])
+                self._record(SideOutput(place, items, is_appended=True))
+                self._record_append(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
-                self._note(SideOutput(place, now.value))
+                self._record(SideOutput(place, now.value))
 
     def to_send(self) -> tuple[SideOutput, ...]:
-        """What is sent to the next stage, after the stage's last layer."""
-        received = [sent for each in self.received if (sent := self._sendable(each)) is not None]
-        return (*received, *self._own)
+        """Return the side outputs for the next stage, after the stage's last layer."""
+        received = [side for each in self.received if (side := self._sendable(each)) is not None]
+        return (*received, *self._own_outputs)
 
     def end(self) -> None:
-        """Stop watching; undo appends to lists on stages whose step ends before they are read."""
+        """Stop watching; undo appends to lists, except on the last stage, which reads them."""
         for hooks, key, hook in self._hooks:
             if key in hooks:
                 hooks[key] = hook
-        for items, length in reversed(self._lists if self.sent is not None else []):
+        for items, length in reversed(self._appended if self.sent is not None else []):
             del items[length:]
 
     def replay(self, index: int) -> None:
-        """Call the hooks and set the attributes of a layer of an earlier stage, as there."""
+        """Call the hooks and set the attributes of a layer of an earlier stage again."""
         layer = self.layers[index]
+        sides = [side for side in self.received if side.place.layer == index]
         lengths: dict[int, int] = {}
-        for received in self.received:
-            if received.place.layer == index and received.is_appended:
-                items = getattr(layer.modules[received.place.module], received.place.name, None)
+        for side in sides:
+            if side.is_appended:
+                items = getattr(layer.modules[side.place.module], side.place.name, None)
                 lengths[id(items)] = len(items) if isinstance(items, list) else 0
-        for received in self.received:
-            place = received.place
-            if place.layer != index:
-                continue
-            module = layer.modules[place.module]
-            path = ".".join(filter(None, (layer.name, place.module)))
-            if place.of_hook:
-                self._replay_hook(module, received, path)
+        for side in sides:
+            module = layer.modules[side.place.module]
+            path = ".".join(filter(None, (layer.name, side.place.module)))
+            if side.place.of_hook:
+                self._replay_hook(module, side, path)
             else:
-                self._replay_attribute(module, received, path, lengths)
+                self._replay_attribute(module, side, path, lengths)
 
     def _replay_hook(self, module: nn.Module, call: SideOutput, path: str) -> None:
         hooks = list(getattr(module, call.place.name).values())
         if call.place.position < len(hooks):
-            source = f"what a hook of {path!r} is given"
-            hooks[call.place.position](module, *self._filled(call, source))
-        if self.reads is not None and self.values.holds(call.place):
+            source = f"an argument of a hook of {path!r}"
+            hooks[call.place.position](module, *self._received_value(call, source))
+        if self.reads is not None and self.values.keep_arguments(call.place):
             self.reads.read.add(call.place)
 
     def _replay_attribute(
-        self, module: nn.Module, received: SideOutput, path: str, lengths: Mapping[int, int]
+        self, module: nn.Module, side: SideOutput, path: str, lengths: Mapping[int, int]
     ) -> None:
-        name = received.place.name
-        value = self._filled(received, f"{f'{path}.{name}'!r}, which a layer sets,")
+        name = side.place.name
+        value = self._received_value(side, f"{f'{path}.{name}'!r}, which a layer sets,")
         now = getattr(module, name, None)
-        if received.is_appended and isinstance(now, list):
+        if side.is_appended and isinstance(now, list):
             # Hooks may have appended to it as well, and other modules may have the same list.
             now[lengths.get(id(now), len(now)) :] = value
-            self._note_list(now, value)
+            self._record_append(now, value)
         elif isinstance(value, dict) and isinstance(now, dict):
             now.update(value)
         else:
             setattr(module, name, value)
 
-    def _filled(self, received: SideOutput, source: str) -> Any:
-        """What was received, with placeholders for what was not sent of it."""
+    def _received_value(self, side: SideOutput, source: str) -> Any:
+        """Return a received value, with placeholders for tensors that were not sent."""
 
-        def put(leaf: int, value: Any) -> Tensor:
+        def alias_or_placeholder(leaf: int, value: Any) -> Tensor:
             if isinstance(value, Tensor):
-                return self.values.alias(value, received.place._replace(leaf=leaf))
+                return self.values.alias(value, side.place._replace(leaf=leaf))
             return Placeholder.of(value, self.progress, source)
 
-        return filled(received.value, put)
+        return with_tensors(side.value, alias_or_placeholder)
 
     def _watch_hooks(self, module: nn.Module) -> None:
         for registry in _REGISTRIES:
@@ -257,34 +262,37 @@ class SideOutputs:
     def _watched(
         self, hook: Callable[..., Any], registry: str, position: int
     ) -> Callable[..., Any]:
-        def watched(module: nn.Module, *given: Any) -> Any:
+        def watched(module: nn.Module, *args: Any) -> Any:
             path = self.layers[self._layer].paths[module]
-            self._note(SideOutput(SidePlace(self._layer, path, registry, position), given))
-            return hook(module, *given)
+            self._record(SideOutput(SidePlace(self._layer, path, registry, position), args))
+            return hook(module, *args)
 
         watched.watched_by = self  # type: ignore[attr-defined]
         return watched
 
-    def _note(self, left: SideOutput) -> None:
-        """Note what a layer of the stage has left."""
+    def _record(self, side: SideOutput) -> None:
+        """Record a side output of a layer of the stage."""
         if self.reads is not None:
-            leaves = range(-1, len(values_in(left.value)))
-            self.reads.seen |= {left.place._replace(leaf=leaf) for leaf in leaves}
-        if (side := self._sendable(left)) is not None:
-            self._own.append(side)
+            leaves = range(-1, len(values_in(side.value)))
+            self.reads.side_outputs |= {side.place._replace(leaf=leaf) for leaf in leaves}
+        if (sent := self._sendable(side)) is not None:
+            self._own_outputs.append(sent)
 
-    def _sendable(self, left: SideOutput) -> SideOutput | None:
-        """What is sent of something that a layer has left; None for nothing."""
-        sent, place = self.sent, left.place
+    def _sendable(self, side: SideOutput) -> SideOutput | None:
+        """Return a side output as it is sent; None if it is not."""
+        sent, place = self.sent, side.place
         assert sent is not None
-        if place.of_hook and not sent.sends(place):
+        if place.of_hook and not sent.sends_side_output(place):
             return None
         owner = self.layers[place.layer].name + (f".{place.module}" if place.of_hook else "")
-        value = sendable(left.value, lambda leaf: sent.sends(place._replace(leaf=leaf)), owner)
-        return left._replace(value=value)
 
-    def _note_list(self, items: list[Any], new: Sequence[Any]) -> None:
+        def is_sent(leaf: int) -> bool:
+            return sent.sends_side_output(place._replace(leaf=leaf))
+
+        return side._replace(value=sendable(side.value, is_sent, owner))
+
+    def _record_append(self, items: list[Any], new: Sequence[Any]) -> None:
         # A list of tensors without gradients may be state that the layer reads itself.
-        graph = any(isinstance(item, Tensor) and item.requires_grad for item in new)
-        if graph or not torch.is_grad_enabled():
-            self._lists.append((items, len(items) - len(new)))
+        has_graph = any(isinstance(item, Tensor) and item.requires_grad for item in new)
+        if has_graph or not torch.is_grad_enabled():
+            self._appended.append((items, len(items) - len(new)))

@@ -1,24 +1,31 @@
-"""Sends what later stages read of the values that a step computes between its layers.
+"""Sends the values between layers that later stages read, such as skip connections.
 
-A step may do more with a layer's output than give it to the next layer: add it to a later one, pool
-it, keep it for a decoder. Every stage runs this code, and numbers the results that derive from
-outputs of layers; as it is the same code, so are the numbers.
+A step may do more with a layer's output than pass it to the next layer: add it to a later one, pool
+it, store it for a decoder. Every stage runs this code and numbers the results that derive from
+outputs of layers; as all stages run the same code, they give the same numbers (``Place``).
 
-    stage that computed the layer   makes the results, and goes on until the step calls a layer of
-                                    the next stage; then it sends the values that later stages read
-    later stage                     computes none of it again: where its own run of the code makes
-                                    the result of a number that it has received, that is the result;
-                                    all others are placeholders
+    stage that computed the layer   computes the results, until the step calls a layer of the next
+                                    stage; then it sends those that later stages read
+    later stage                     computes none of them: a call of a function returns the received
+                                    result of its number, or a placeholder
 
-So a residual stream, a skip connection and the states of an encoder cross the edges of stages, with
-their gradients, and a network that gives each layer's output to the next layer alone sends nothing
-else; then the results are not even numbered. What a stage reads is seen in a run in which
-everything is sent (``message``). A value has been read where a function that the stage computes
-takes it, a layer of the stage, or code that needs a number; where the step returns it; and where it
-can be reached from an attribute of the module after the step.
+For example, on two stages of one layer each:
 
-A value is sent as it is when the step calls the next stage's first layer, so that code that changes
-it in place has no effect on later stages.
+    h = self.layers[0](x)    stage 0 computes h                 stage 1 takes the received h
+    skip = h.mean(1)         stage 0 computes result 1          stage 1 takes the received result 1
+    scaled = 2 * h           stage 0 computes result 2          stage 1 makes a placeholder
+    y = self.layers[1](h)    stage 0 sends h and result 1       stage 1 computes y
+    return y + skip                                             the end of the step adds
+
+So residual streams, skip connections and the states of an encoder are sent with their gradients.
+Where each layer's output goes to the next layer alone, nothing else is sent, and results are not
+even numbered. A probe, in which every value is sent, records which ones a stage reads
+(``message``): those that are passed to a layer of the stage, to a function that the stage computes
+or to code that needs a number; those that the step returns; and those that can be reached from an
+attribute of the module after the step.
+
+A value is sent as it is when the step calls the next stage's first layer, with all changes in place
+until then, which later stages do not repeat.
 """
 
 from __future__ import annotations
@@ -35,25 +42,25 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Place,
-    Reads,
-    Sent,
+    SentValues,
     SidePlace,
+    StageReads,
     Value,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import (
     GRADIENT_HOOKS,
     Outcome,
     Placeholder,
-    Progress,
-    Unsent,
+    StepProgress,
+    TensorDescription,
     attribute_tensors,
     computed_from,
-    described,
-    filled,
-    nodes,
+    reachable_objects,
+    run_on_meta,
     sendable,
     values_in,
-    without_values,
+    with_descriptions,
+    with_tensors,
 )
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
@@ -65,14 +72,15 @@ from lightning_axosparse.support.torch_internals import (
 from lightning_axosparse.support.troubleshooting import see
 
 
-class _Made(NamedTuple):
-    """A value that derives from what layers have computed.
+class _Tracked(NamedTuple):
+    """A tensor that was computed from outputs of layers, or belongs to a side output.
 
     Attributes:
-        tensor: the value.
-        place: where the step made it first; None if hooks or attributes of layers hold it.
-        sources: what was received from the previous stage, if it is that or was made of that.
-        is_final: whether it is as an earlier stage has left it, whatever the step does to it here.
+        tensor: the tensor.
+        place: where the step computed it first; None for a tensor of a side output.
+        sources: the received values of which the tensor is one, or from which it was computed.
+        is_final: whether it has all changes in place of an earlier stage, so that they are not
+            repeated here.
     """
 
     tensor: weakref.ref[Tensor]
@@ -82,7 +90,7 @@ class _Made(NamedTuple):
 
 
 class _Alias(torch.autograd.Function):
-    """A received tensor as the step gets it: it is no leaf, so that it may change in place."""
+    """Returns a received tensor as one that is no leaf, so that it may change in place."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor) -> Tensor:
@@ -94,137 +102,138 @@ class _Alias(torch.autograd.Function):
 
 
 def alias_of(received: Tensor) -> Tensor:
-    """The same values as a tensor that is no leaf of the graph."""
+    """Return the same values as a tensor that is no leaf of the graph."""
     alias: Tensor = _Alias.apply(received)  # type: ignore[no-untyped-call]
     return alias
 
 
 class DerivedValues(PausableMode):
-    """The values of one micro-batch on one stage; to be entered round its step if it follows them.
+    """The values between layers of one micro-batch on one stage.
 
-    ``sent`` is None on the last stage. ``buffers`` are names by ``id``. ``reads`` is filled with
-    what the stage reads; it is None where that is known.
+    It is a mode, to be entered around the step if ``follows`` is set.
+
+    ``sent`` is None on the last stage. ``buffers`` are names by ``id``. In a probe, ``reads``
+    records the values that the stage reads; else it is None.
     """
 
     def __init__(
         self,
-        progress: Progress,
+        progress: StepProgress,
         part: range,
         received: Activation,
-        sent: Sent | None,
+        sent: SentValues | None,
         buffers: Mapping[int, str],
         names: Sequence[str],
-        reads: Reads | None,
+        reads: StageReads | None,
     ) -> None:
         super().__init__()
         self._progress, self._last = progress, part.stop - 1
         self._received, self._forms = dict(received.values), dict(received.forms)
         self._buffers, self._names, self._reads = buffers, names, reads
         self._sends = sent is not None
-        self._sent: Any = () if sent is None else sent.values
-        self._own = sent is not None and (
+        self._sent_values: Any = () if sent is None else sent.values
+        self._follows_stage = sent is not None and (
             # Without versions, only functions show that the step changes a value.
             sent.last_computed >= part.start or torch.is_inference_mode_enabled()
         )
         self.follows = bool(
-            self._own
+            self._follows_stage
             or received.values
             or received.is_changed
             or received.side_outputs
             or reads is not None
         )
         """Whether functions between layers have to be followed."""
-        self._made: dict[int, _Made] = {}
-        self._held: dict[Place, Tensor] = {}
+        self._tracked: dict[int, _Tracked] = {}
+        self._to_send: dict[Place, Tensor] = {}
         self._layer, self._results = -1, 0
         self._versions: list[tuple[Tensor, int]] = []
         self._received_output = received.output
-        self._is_changed = self._counts_none = self._is_in_layer = False
+        self._is_changed = self._is_replaying = self._is_in_layer = False
 
     def begin_stage(self) -> None:
-        """Take in that from now on values are made, not received."""
+        """From now on, the stage computes values itself."""
         self._progress.is_before_stage = False
-        if not self._own and self._reads is None:
-            self._made.clear()
+        if not self._follows_stage and self._reads is None:
+            self._tracked.clear()
 
     def end_layer(self, index: int, output: Any) -> None:
-        """Note the output of a layer that this stage has computed."""
+        """Record the output of a layer that this stage has computed."""
         self._layer, self._results = index, 0
-        self._note(output)
+        self._record_result(output)
         if index == self._last:
-            self._forms[index] = described(output)
+            self._forms[index] = with_descriptions(output)
             outputs = object_leaves(output, Tensor)
             self._versions += [(tensor, version_of(tensor)) for tensor in outputs]
         else:
             self._forms[index] = self._form(output, index)
 
     def _form(self, output: Any, layer: int) -> Any:
-        """What a layer's output looks like."""
+        """Return a layer's output with descriptions in place of its tensors."""
         if isinstance(output, Tensor):
-            return Unsent.of(output)
+            return TensorDescription.of(output)
         return sendable(output, lambda leaf: False, self._names[layer])
 
     def replace_output(self, index: int, output: Any) -> Any:
-        """Return the output of a layer of an earlier stage, with what was received of it.
+        """Return the output of a layer of an earlier stage, with its received tensors.
 
         Args:
             index: of the layer.
-            output: what the previous stage sent of it, if that is its last layer; else what its
-                last layer's looks like, unless this one's looks different.
+            output: the received output, if the layer is the previous stage's last; else that output
+                with descriptions of its tensors, the form of all layers that sent no other.
         """
         self._layer, self._results = index, 0
         if (form := self._forms.get(index)) is not None:
             output = form
         elif self._sends:
-            self._forms[index] = described(output)
-        return self._filled(output)
+            self._forms[index] = with_descriptions(output)
+        return self._with_received(output)
 
-    def sent(self) -> Activation:
-        """What is sent when the step calls the next stage's first layer, but for side outputs."""
-        layer = self._layer
+    def activation(self) -> Activation:
+        """Return the message to the next stage, without side outputs."""
+        layer, values = self._layer, self._to_send
         last = self._forms.pop(layer)
-        held = self._held
         for place, tensor in self._received.items():
-            if place in self._sent:
-                held.setdefault(place, tensor)
-        if isinstance(last, Unsent):
-            output = held.pop(Place(layer, 0, 0), last)
+            if place in self._sent_values:
+                values.setdefault(place, tensor)
+        if isinstance(last, TensorDescription):
+            output = values.pop(Place(layer, 0, 0), last)
         else:
-            output = filled(last, lambda leaf, form: held.pop(Place(layer, 0, leaf), form))
+            output = with_tensors(last, lambda leaf, form: values.pop(Place(layer, 0, leaf), form))
             last = self._form(last, layer)
         forms = tuple((index, form) for index, form in self._forms.items() if form != last)
         for tensor, version in self._versions:
             self._is_changed |= version_of(tensor) != version
-        return Activation(output, tuple(held.items()), forms, self._is_changed)
+        return Activation(output, tuple(values.items()), forms, self._is_changed)
 
     def alias(self, received: Tensor, place: SidePlace) -> Tensor:
-        """Return what the step gets for a tensor of a hook's or an attribute's."""
+        """Return, for the step, an alias of a received tensor of a side output."""
         alias = alias_of(received)
         if self.follows:
             self._track(alias, None, frozenset([place]), is_final=True)
         return alias
 
-    def holds(self, call: SidePlace) -> bool:
-        """Whether something keeps what a hook was given in a call, or has made of it."""
+    def keep_arguments(self, call: SidePlace) -> bool:
+        """Whether an argument of a call of a hook, or a value computed from it, still exists."""
         return any(
-            made.tensor() is not None
-            and any(isinstance(s, SidePlace) and s.whole == call for s in made.sources)
-            for made in self._made.values()
+            entry.tensor() is not None
+            and any(isinstance(s, SidePlace) and s.whole == call for s in entry.sources)
+            for entry in self._tracked.values()
         )
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Number no results inside the context, where hooks inside of layers are called again."""
-        self._counts_none = True
+        self._is_replaying = True
         try:
             yield
         finally:
-            self._counts_none = False
+            self._is_replaying = False
 
     @contextmanager
     def computing_layer(self, inputs: Any, is_compiled: bool) -> Iterator[None]:
-        """See inside the context, to which the mode was paused, what a layer of the stage reads."""
-        self._read(self._sources(nodes(inputs)))
+        """Record inside the context the values that a layer reads, although the mode is paused."""
+        self._record_read(self._find_all(reachable_objects(inputs)))
         if is_compiled:
             yield
             return
@@ -235,26 +244,28 @@ class DerivedValues(PausableMode):
         finally:
             self._is_paused, self._is_in_layer = before, False
 
-    def read(self, tree: Any) -> None:
-        """Note that the step has returned something."""
+    def record_output(self, output: Any) -> None:
+        """Record the values that the step has returned as read."""
         if self._reads is not None:
-            self._read(self._sources(nodes(tree)))
+            self._record_read(self._find_all(reachable_objects(output)))
 
     def end_step(self, module: nn.Module) -> None:
-        """Note what the module refers to after the step, of what other code may read.
+        """Record the values to which the module refers after the step as read.
 
         An attribute that a layer has set may be as large as attentions, and nothing may read it: it
-        is sent if it is no larger than the output of a layer.
+        counts only if it is no larger than the output of a layer.
         """
         if self._reads is None:
             return
         outputs = object_leaves(self._received_output, Tensor)
         largest = sum(output.nbytes for output in outputs)
         for tensor in attribute_tensors(module):
-            for made in self._sources([tensor]):
-                is_attribute = any(isinstance(s, SidePlace) and not s.of_hook for s in made.sources)
-                if not is_attribute or tensor.nbytes <= largest:
-                    self._read([made])
+            entry = self._find(tensor)
+            if entry is None:
+                continue
+            is_attribute = any(isinstance(s, SidePlace) and not s.of_hook for s in entry.sources)
+            if not is_attribute or tensor.nbytes <= largest:
+                self._record_read([entry])
 
     def __torch_function__(
         self,
@@ -264,31 +275,38 @@ class DerivedValues(PausableMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or not self._made or torch.compiler.is_compiling():
+        if self._is_paused or not self._tracked or torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        sources = self._sources(tensors_in((args, kwargs)))
-        if not sources:
+        arguments = self._find_all(tensors_in((args, kwargs)))
+        if not arguments:
             return func(*args, **kwargs)
         if self._progress.is_before_stage:
-            return self._before_stage(func, args, kwargs, sources)
-        if self._reads is not None and any(made.sources for made in sources):
-            outcome = without_values(func, args, kwargs)
+            return self._before_stage(func, args, kwargs, arguments)
+        if self._reads is not None and any(entry.sources for entry in arguments):
+            outcome = run_on_meta(func, args, kwargs)
             if outcome is None or outcome.makes_tensors or outcome.changed:
-                self._read(sources)
-        if self._is_in_layer or all(made.place is None for made in sources):
+                self._record_read(arguments)
+        if self._is_in_layer or all(entry.place is None for entry in arguments):
             return func(*args, **kwargs)
+        return self._between_layers(func, args, kwargs)
+
+    def _between_layers(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call a function between layers of this stage, and record its result."""
         self._results += 1
+        tensors = tensors_in((args, kwargs))
         # Running statistics change without a new version.
-        buffers = [(b, b.clone()) for b in tensors_in((args, kwargs)) if id(b) in self._buffers]
+        buffers = [(each, each.clone()) for each in tensors if id(each) in self._buffers]
         result = func(*args, **kwargs)
         for buffer, before in buffers:
             if not torch.equal(buffer, before):
                 self._refuse(buffer)
-        given = {id(tensor) for tensor in tensors_in((args, kwargs))}
+        given = set(map(id, tensors))
         if result is None or any(id(tensor) in given for tensor in tensors_in(result)):
             self._is_changed = True
-        first = _changed_first(func, args)
-        self._note(result if first is None else first)
+        changed = _changed_argument(func, args)
+        self._record_result(result if changed is None else changed)
         return result
 
     def _before_stage(
@@ -296,19 +314,19 @@ class DerivedValues(PausableMode):
         func: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        sources: Sequence[_Made],
+        arguments: Sequence[_Tracked],
     ) -> Any:
-        """What a function returns that an earlier stage has computed."""
-        counts = not self._counts_none and any(made.place is not None for made in sources)
+        """Return the result of a function that an earlier stage has computed."""
+        counts = not self._is_replaying and any(entry.place is not None for entry in arguments)
         self._results += counts
-        outcome = without_values(func, args, kwargs)
+        outcome = run_on_meta(func, args, kwargs)
         if (
             outcome is None
             or (counts and _makes_scalar(outcome))  # Hooks inside of layers are called again.
-            or not self._take_changes(outcome, _changed_first(func, args))
+            or not self._copy_changes(outcome, _changed_argument(func, args))
         ):
             # It has to be computed again.
-            self._read(sources)
+            self._record_read(arguments)
             result = func(*args, **kwargs)
             for leaf, value in enumerate(tensors_in(result) if counts else ()):
                 self._track(value, Place(self._layer, self._results, leaf))
@@ -317,58 +335,58 @@ class DerivedValues(PausableMode):
             if func in GRADIENT_HOOKS:
                 return outcome.result
             if outcome.returns_argument:
-                return self._filled(outcome.result) if counts else outcome.result
+                return self._with_received(outcome.result) if counts else outcome.result
             with plain_torch_functions():
                 return func(*args, **kwargs)
         if counts:
-            return self._filled(outcome.result)
+            return self._with_received(outcome.result)
         if outcome.changed:
             return outcome.result
         result = func(*args, **kwargs)
-        union = frozenset(source for made in sources for source in made.sources)
+        sources = frozenset(source for entry in arguments for source in entry.sources)
         for tensor in tensors_in(result):
-            if self._of(tensor) is None:
-                self._track(tensor, None, union)
+            if self._find(tensor) is None:
+                self._track(tensor, None, sources)
         return result
 
-    def _take_changes(self, outcome: Outcome, first: Tensor | None) -> bool:
-        """Take in that a function changes arguments in place, which an earlier stage has done.
+    def _copy_changes(self, outcome: Outcome, changed: Tensor | None) -> bool:
+        """Copy received values into the arguments that an earlier stage has changed in place.
 
         Args:
-            outcome: what the function does.
-            first: what it changes and does not return.
+            outcome: the effects of the function that changes them.
+            changed: the argument that the function changes and does not return, if any.
 
         Returns:
-            Whether the arguments are now as the earlier stage has left them.
+            Whether all changed arguments now have the values of the earlier stage.
         """
-        leaves = values_in(outcome.result if first is None else first)
+        leaves = values_in(outcome.result if changed is None else changed)
         for tensor in outcome.changed:
-            made = self._of(tensor)
-            if made is not None and made.is_final:
+            entry = self._find(tensor)
+            if entry is not None and entry.is_final:
                 continue
             leaf = next((leaf for leaf, value in enumerate(leaves) if value is tensor), None)
             place = Place(self._layer, self._results, -1 if leaf is None else leaf)
-            if made is not None or self._counts_none or place not in self._received:
+            if entry is not None or self._is_replaying or place not in self._received:
                 return False
             # No placeholder can take its place, so it is always sent.
             tensor.copy_(self._received[place])
             self._track(tensor, place, frozenset([place]), is_final=True)
-            if place in self._sent:
-                self._held[place] = tensor
-            self._read([self._made[id(tensor)]])
+            if place in self._sent_values:
+                self._to_send[place] = tensor
+            self._record_read([self._tracked[id(tensor)]])
         return True
 
-    def _of(self, tensor: Tensor) -> _Made | None:
-        made = self._made.get(id(tensor))
-        return made if made is not None and made.tensor() is tensor else None
+    def _find(self, tensor: Tensor) -> _Tracked | None:
+        entry = self._tracked.get(id(tensor))
+        return entry if entry is not None and entry.tensor() is tensor else None
 
-    def _sources(self, tensors: Iterable[Any]) -> list[_Made]:
-        return [made for tensor in tensors if (made := self._of(tensor)) is not None]
+    def _find_all(self, values: Iterable[Any]) -> list[_Tracked]:
+        return [entry for value in values if (entry := self._find(value)) is not None]
 
-    def _read(self, sources: Iterable[_Made]) -> None:
+    def _record_read(self, entries: Iterable[_Tracked]) -> None:
         if self._reads is not None:
-            for made in sources:
-                self._reads.read |= made.sources
+            for entry in entries:
+                self._reads.read |= entry.sources
 
     def _track(
         self,
@@ -377,47 +395,46 @@ class DerivedValues(PausableMode):
         sources: frozenset[Value] = frozenset(),
         is_final: bool = False,
     ) -> None:
-        self._made[id(tensor)] = _Made(weakref.ref(tensor), place, sources, is_final)
+        self._tracked[id(tensor)] = _Tracked(weakref.ref(tensor), place, sources, is_final)
 
-    def _note(self, result: Any) -> None:
-        """Note the leaves of a result that this stage has computed."""
+    def _record_result(self, result: Any) -> None:
+        """Record the tensors in a result that this stage has computed."""
         for leaf, value in enumerate(object_leaves(result, Tensor)):
             place = Place(self._layer, self._results, leaf)
-            if place in self._sent:
-                self._held[place] = value
-            if self.follows and self._of(value) is None:
+            if place in self._sent_values:
+                self._to_send[place] = value
+            if self.follows and self._find(value) is None:
                 self._track(value, place)
 
-    def _filled(self, result: Any) -> Any:
-        """Put what was received into a result that this stage does not compute, and note it.
+    def _with_received(self, result: Any) -> Any:
+        """Return a result of an earlier stage with received tensors, or with placeholders.
 
         Args:
-            result: a tree of descriptions, and of tensors that are as they should be.
+            result: its new tensors are descriptions; tensors in it are arguments of the function.
         """
+        return with_tensors(result, self._received_or_placeholder)
 
-        def put(leaf: int, value: Any) -> Tensor:
-            place = Place(self._layer, self._results, leaf)
-            known = self._received.get(place, value)
-            # An argument that the function returns, though it may make another of one with values.
-            if (
-                self._results
-                and isinstance(value, Tensor)
-                and not (isinstance(value, Placeholder) and known is not value)
-            ):
-                return value
-            if isinstance(known, Unsent):
-                source = f"the output of layer {self._names[self._layer]!r}"
-                source = computed_from(source) if self._results else source
-                tensor: Tensor = Placeholder.of(known, self._progress, source)
-            else:
-                tensor = alias_of(known)
-                if place in self._sent:
-                    self._held[place] = tensor
-            if self.follows:
-                self._track(tensor, place, frozenset([place]), is_final=True)
-            return tensor
-
-        return filled(result, put)
+    def _received_or_placeholder(self, leaf: int, value: Tensor | TensorDescription) -> Tensor:
+        place = Place(self._layer, self._results, leaf)
+        known = self._received.get(place, value)
+        # An argument that the function returns, unless a received tensor replaces a placeholder.
+        if (
+            self._results
+            and isinstance(value, Tensor)
+            and not (isinstance(value, Placeholder) and known is not value)
+        ):
+            return value
+        if isinstance(known, TensorDescription):
+            source = f"the output of layer {self._names[self._layer]!r}"
+            source = computed_from(source) if self._results else source
+            tensor: Tensor = Placeholder.of(known, self._progress, source)
+        else:
+            tensor = alias_of(known)
+            if place in self._sent_values:
+                self._to_send[place] = tensor
+        if self.follows:
+            self._track(tensor, place, frozenset([place]), is_final=True)
+        return tensor
 
     def _refuse(self, buffer: Tensor) -> None:
         raise MisconfigurationException(
@@ -430,14 +447,15 @@ class DerivedValues(PausableMode):
 
 
 def _makes_scalar(outcome: Outcome) -> bool:
-    """Whether a function returns a single number, such as a loss of what is between layers.
+    """Whether a function returns a single number, such as a loss of values between layers.
 
-    It is computed where it is read. So what it is made of crosses, which has rows of samples, and
-    the end of the step computes it from those of the whole batch.
+    Such a number is computed on the stage that reads it. So its arguments are sent, which have rows
+    of samples, and the end of the step computes it from those of the whole batch.
     """
-    return any(isinstance(each, Unsent) and not each.shape for each in values_in(outcome.result))
+    values = values_in(outcome.result)
+    return any(isinstance(each, TensorDescription) and not each.shape for each in values)
 
 
-def _changed_first(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
-    """The argument that a function changes and does not return, if it is one that does so."""
+def _changed_argument(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
+    """Return the argument that a function changes and does not return, if there is one."""
     return args[0] if func is Tensor.__setitem__ else None

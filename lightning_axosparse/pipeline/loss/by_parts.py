@@ -23,9 +23,9 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
-    relink,
+    detached_message,
 )
-from lightning_axosparse.pipeline.crossing.placeholder import FirstRead
+from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.joining import Axis, axes, keyed_values
 from lightning_axosparse.pipeline.loss.operators import Note, Total
 from lightning_axosparse.pipeline.loss.separable import SampleTracker
@@ -161,7 +161,7 @@ class PartedStageStep(TrainingStageStep):
         run: StepRun | None = None
         try:
             if received is not None and received.content.has_failed:
-                raise FirstRead
+                raise UnsentValueError
             run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
             measured = self._limit.measured(self.stage, run.received.tensors)
             with self._log.of_part(self._tracker.note_of), measured:
@@ -174,11 +174,11 @@ class PartedStageStep(TrainingStageStep):
             self.returns_mapping = isinstance(output, Mapping)
             if self._log.part_has_other_effects(output) and not self._keeps:
                 self.rerun = Rerun.HAS_OTHER_EFFECTS
-        except FirstRead:
+        except UnsentValueError:
             tracked.losses.append(Tensor())
             self.rerun = Rerun.READS
         if run is not None and run.sent_here is not None:
-            self.activations.append(relink(run.sent_here)[1].content)
+            self.activations.append(detached_message(run.sent_here)[1].content)
         return EMPTY
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:

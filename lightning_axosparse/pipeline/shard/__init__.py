@@ -1,1 +1,1 @@
-"""Which stage computes which layers, and the tensors that each rank keeps for that."""
+"""The assignment of layers to stages, and the storage of only this rank's tensors."""

@@ -23,17 +23,17 @@ from lightning_axosparse.support.troubleshooting import see
 _log = logging.getLogger(__name__)
 
 CallOrder = Callable[[nn.Module, Mapping[str, str]], "list[str]"]
-"""What :func:`order_of_example` does."""
+"""A function that finds the order in which layers are called, such as :func:`order_of_example`."""
 
 
-class Example(NamedTuple):
-    """A call that calls the layers.
+class ExampleCall(NamedTuple):
+    """A call of a method that calls the layers, to find their order.
 
     Attributes:
         method: name of a method of the module.
         args: its arguments.
         kwargs: its keyword arguments.
-        context: makes the context in which it runs.
+        context: returns the context in which it runs.
     """
 
     method: str
@@ -43,7 +43,7 @@ class Example(NamedTuple):
 
 
 def order_of_example(module: nn.Module, layers: Mapping[str, str]) -> list[str]:
-    """The order in which ``forward`` calls layers with the module's ``example_input_array``.
+    """Find the order in which ``forward`` calls layers with the module's ``example_input_array``.
 
     Returns:
         As :func:`called_in_order`.
@@ -52,45 +52,51 @@ def order_of_example(module: nn.Module, layers: Mapping[str, str]) -> list[str]:
     if example is None:
         return []
     if isinstance(example, Mapping):
-        return called_in_order(module, layers, Example("__call__", (), example))
+        return called_in_order(module, layers, ExampleCall("__call__", (), example))
     args = example if isinstance(example, tuple) else (example,)
-    return called_in_order(module, layers, Example("__call__", args))
+    return called_in_order(module, layers, ExampleCall("__call__", args))
 
 
-def called_in_order(module: nn.Module, layers: Mapping[str, str], example: Example) -> list[str]:
-    """The order in which a call calls layers.
+def called_in_order(
+    module: nn.Module, layers: Mapping[str, str], example: ExampleCall
+) -> list[str]:
+    """Find the order in which an example calls layers.
 
-    A copy of the module, of fake tensors, is called. What it raises when it has called the layers,
-    as a loss may that needs values, does not matter. Where it raises before it has called some
-    container, as torch's check for a causal mask does, a copy with values is called.
+    A copy of the module with fake tensors is called. An error does not matter if all containers
+    have been called before it, as where a loss needs values. If some have not, as where torch
+    checks for a causal mask, a copy with values is called.
+
+    Args:
+        module: the module.
+        layers: the names of the layers, and the container of each.
+        example: the call.
 
     Returns:
-        All layers of the containers that are called at all, but for those without tensors of which
-        there is not one call; an empty list where another one is not called once, or where it is
-        not known whether a container is called.
+        All layers of the containers that are called at all, without those that have no tensors and
+        are not called exactly once; an empty list if a layer with tensors is not called exactly
+        once, or if it is not known whether a container is called.
     """
     calls = list[str]()
     for with_values in (False, True):
-        ended, calls = _calls(module, layers, example, with_values)
+        succeeded, calls = _record_calls(module, layers, example, with_values)
         containers = {layers[name] for name in calls}
-        if ended or containers == {*layers.values()}:
+        if succeeded or containers == {*layers.values()}:
             break
     else:
         return []
     times = Counter(calls)
-    wanted = [
-        name
-        for name, container in layers.items()
-        if container in containers and (times[name] == 1 or _has_tensors(module, name))
-    ]
-    called = [name for name in calls if times[name] == 1 or _has_tensors(module, name)]
-    return called if sorted(called) == sorted(wanted) else []
+    counted = {
+        name for name in layers if times[name] == 1 or _has_tensors(module.get_submodule(name))
+    }
+    expected = [name for name in layers if name in counted and layers[name] in containers]
+    called = [name for name in calls if name in counted]
+    return called if sorted(called) == sorted(expected) else []
 
 
-def _calls(
-    module: nn.Module, layers: Mapping[str, str], example: Example, with_values: bool
+def _record_calls(
+    module: nn.Module, layers: Mapping[str, str], example: ExampleCall, with_values: bool
 ) -> tuple[bool, list[str]]:
-    """Whether the example ends without an error, and the layers that it calls, in order."""
+    """Return whether the example raises no error, and the layers that it calls, in order."""
     calls: list[str] = []
     tensors = list(chain(module.parameters(), module.buffers()))
     if with_values and any(tensor.is_meta for tensor in tensors):
@@ -99,7 +105,7 @@ def _calls(
     arguments: Any = example.args, dict(example.kwargs)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng([]), torch.no_grad():
-            warnings.simplefilter("ignore")  # What the copy warns of, the module will warn of.
+            warnings.simplefilter("ignore")  # The module will warn again.
             memo = {} if mode is None else {id(each): mode.from_tensor(each) for each in tensors}
             copied = copy.deepcopy(module, memo)
             for name in layers:
@@ -110,8 +116,8 @@ def _calls(
                 setattr(copied, name, lambda *_, **__: None)
             if mode is not None:
                 arguments = tree_map_only(Tensor, mode.from_tensor, arguments)
-            # Compiled layers would be compiled for fake tensors. What this imports must not see
-            # the mode.
+            # Compiled layers would be compiled for fake tensors. `set_stance` is entered first, as
+            # the modules that it imports must not see the mode.
             with torch.compiler.set_stance("force_eager"), mode or nullcontext(), example.context():
                 getattr(copied, example.method)(*arguments[0], **arguments[1])
     except Exception:  # The user's code may raise anything.
@@ -120,27 +126,25 @@ def _calls(
     return True, calls
 
 
-def _has_tensors(module: nn.Module, name: str) -> bool:
-    layer = module.get_submodule(name)
+def _has_tensors(layer: nn.Module) -> bool:
     return any(True for _ in chain(layer.parameters(), layer.buffers()))
 
 
 def _has_state(layer: nn.Module) -> bool:
     """Whether a layer has tensors or hooks, so that it cannot be on several stages."""
-    parts = list(layer.modules())
-    hooks = (part._forward_hooks or part._forward_pre_hooks for part in parts)
-    return any(hooks) or any(True for _ in chain(layer.parameters(), layer.buffers()))
+    hooks = (part._forward_hooks or part._forward_pre_hooks for part in layer.modules())
+    return any(hooks) or _has_tensors(layer)
 
 
 class Partition(NamedTuple):
-    """Which layers of a module each stage computes.
+    """The assignment of the layers of a module to stages.
 
     Attributes:
         names: the layers' names in the module.
         layers: the layers, in order.
         parts: the layer indices of each stage.
-        costs: cost of each layer.
-        measure: unit of the costs: "parameters" or "time".
+        costs: the cost of each layer.
+        measure: the unit of the costs, "parameters" or "time".
         given: whether the user gave the number of layers of each stage.
     """
 
@@ -171,7 +175,7 @@ class Partition(NamedTuple):
         return self._replace(parts=parts, costs=seconds, measure="time")
 
     def __str__(self) -> str:
-        """The number of layers of each stage, and how unequal their costs are."""
+        """Return the number of layers of each stage, and the ratio of largest to mean cost."""
         sizes = " + ".join(str(len(part)) for part in self.parts)
         worst = imbalance(self.costs, self.parts)
         return (
@@ -181,11 +185,11 @@ class Partition(NamedTuple):
 
 
 class UnknownOrderError(MisconfigurationException):
-    """The order in which a step calls several containers, or modules, is not known."""
+    """The order in which a step calls several containers or modules is not known."""
 
 
 UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
-"""One stage, which computes the module as it is."""
+"""One stage, which computes the whole module."""
 
 
 def partition_layers(
@@ -200,11 +204,11 @@ def partition_layers(
     Raises:
         MisconfigurationException: if there are no such layers, or not enough.
     """
-    found = find_layers(module, pipeline, stages, call_order)
-    names, layers = list(found), list(found.values())
-    counts = count_parameters(layers)
+    layers = find_layers(module, pipeline, stages, call_order)
+    counts = count_parameters([*layers.values()])
     parts = balance(counts, stages) if sizes is None else parts_of_sizes(sizes, len(layers), stages)
-    return Partition(names, layers, parts, counts, "parameters", given=sizes is not None)
+    given = sizes is not None
+    return Partition([*layers], [*layers.values()], parts, counts, "parameters", given)
 
 
 def find_layers(
@@ -217,41 +221,41 @@ def find_layers(
 
     Args:
         module: the user's module.
-        pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` that holds the
-            layers, or lists of layers; several of them, and of other modules, each of which is a
-            layer, in the order in which a step calls them; or None for the only candidate, an
-            outermost container that holds parameters in at least two layers, or for the layers of
-            several in the order of their calls.
-        stages: number of stages to fill, each with at least one layer.
-        call_order: finds the order in which some layers, by the container of each, are called.
+        pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` that has the layers,
+            or lists of layers; or a list of paths, of containers and of modules that are one layer
+            each, in the order in which a step calls them. None takes the only candidate: an
+            outermost container with parameters in at least two layers; or the layers of several
+            candidates, in the order of their calls.
+        stages: number of stages, each with at least one layer.
+        call_order: finds the order in which layers are called.
 
     Returns:
         The layers by name, in order.
 
     Raises:
-        UnknownOrderError: if there are several candidates, or none but several modules, in an order
-            that is not known.
-        MisconfigurationException: if a path names nothing, if there is no candidate, if a layer
-            stands there twice, or if there are fewer layers than stages.
+        UnknownOrderError: if there are several candidates, or only several modules, in an unknown
+            order.
+        MisconfigurationException: if a path names no module, if there is no candidate, if a layer
+            occurs twice, or if there are fewer layers than stages.
     """
     given = [pipeline] if isinstance(pipeline, str) else pipeline
     paths = list(_candidates(module) if given is None else given)
     if not paths:
         raise _no_candidate(module, call_order)
-    found = [(name, path, layer) for path in paths for name, layer in _layers_at(module, path)]
-    if isinstance(pipeline, str) and [name for name, _, _ in found] == paths:
+    named = [(name, path, layer) for path in paths for name, layer in _layers_at(module, path)]
+    if isinstance(pipeline, str) and [name for name, _, _ in named] == paths:
         raise MisconfigurationException(
-            _no_container(module, pipeline, type(found[0][2]).__name__) + see("layers")
+            _no_container(module, pipeline, type(named[0][2]).__name__) + see("layers")
         )
-    _validate_distinct(paths, found)
-    layers = {name: layer for name, _, layer in found}
-    chooses = given is None and len(paths) > 1
-    if chooses or any(name.count(".") > path.count(".") + 1 for name, path, _ in found):
-        order = call_order(module, {name: path for name, path, _ in found})
-        called = {path for name, path, _ in found if name in order}
-        if called == set(paths) or (called and chooses):
+    _validate_distinct(paths, named)
+    layers = {name: layer for name, _, layer in named}
+    must_order = given is None and len(paths) > 1
+    if must_order or any(name.count(".") > path.count(".") + 1 for name, path, _ in named):
+        order = call_order(module, {name: path for name, path, _ in named})
+        called = {path for name, path, _ in named if name in order}
+        if called == set(paths) or (called and must_order):
             layers = {name: layers[name] for name in order}
-        elif chooses:
+        elif must_order:
             raise UnknownOrderError(_ambiguous(module, _candidates(module), stages) + see("layers"))
     if len(layers) < stages:
         where = ", ".join(map(repr, paths))
@@ -262,17 +266,17 @@ def find_layers(
     return layers
 
 
-def _validate_distinct(paths: Sequence[str], found: Sequence[tuple[str, str, nn.Module]]) -> None:
-    """Check that no layer was found twice, as (name, path, layer), except one without state."""
+def _validate_distinct(paths: Sequence[str], layers: Sequence[tuple[str, str, nn.Module]]) -> None:
+    """Check that no layer (name, path, layer) occurs twice, except one without tensors or hooks."""
     where = ", ".join(map(repr, paths))
     if any(a != b and a.startswith(f"{b}.") for a in paths for b in paths):
         raise MisconfigurationException(
             f"pipeline=[{where}] names a module and a part of it. Name the parts alone."
             + see("layers")
         )
-    names = {name for name, _, _ in found}
-    times = Counter(layer for _, _, layer in found)
-    if len(names) < len(found) or any(n > 1 and _has_state(each) for each, n in times.items()):
+    names = {name for name, _, _ in layers}
+    times = Counter(layer for _, _, layer in layers)
+    if len(names) < len(layers) or any(n > 1 and _has_state(each) for each, n in times.items()):
         raise MisconfigurationException(
             f"{where} holds one layer object several times, with parameters, buffers or hooks. "
             "Stages own whole layers, so give each position its own layer; parameters may be "
@@ -281,17 +285,17 @@ def _validate_distinct(paths: Sequence[str], found: Sequence[tuple[str, str, nn.
 
 
 def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
-    """The layers of the container at an attribute path, or the module there as the only one."""
-    found = dict(module.named_modules()).get(path)
-    if found is None or not path:
+    """Return the layers of the container at a path; if it is another module, the module itself."""
+    submodule = dict(module.named_modules()).get(path)
+    if submodule is None or not path:
         raise MisconfigurationException(_no_container(module, path, "nothing") + see("layers"))
-    if isinstance(found, (nn.Sequential, nn.ModuleList)):
-        return list(_layers_in(path, found))
-    return [(path, found)]
+    if isinstance(submodule, (nn.Sequential, nn.ModuleList)):
+        return list(_layers_in(path, submodule))
+    return [(path, submodule)]
 
 
 def _layers_in(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a container; those of lists in it, which cannot be called, one by one."""
+    """Yield the layers of a container; those of lists in it, which cannot be called, one by one."""
     for key, layer in container.named_modules(remove_duplicate=False):
         if not key or "." in key:
             continue
@@ -301,23 +305,23 @@ def _layers_in(path: str, container: nn.Module) -> Iterator[tuple[str, nn.Module
             yield f"{path}.{key}", layer
 
 
-def _no_container(module: nn.Module, path: str, found: str) -> str:
+def _no_container(module: nn.Module, path: str, actual: str) -> str:
     return (
         f"pipeline={path!r} must name an nn.Sequential or nn.ModuleList of the module, but there "
-        f"is {found}. Candidates: {_listed(_candidates(module))}. A list may name other modules, "
+        f"is {actual}. Candidates: {_listed(_candidates(module))}. A list may name other modules, "
         "too: pipeline=['stem', 'layers']."
     )
 
 
 def _candidates(module: nn.Module) -> dict[str, nn.Module]:
-    found: dict[str, nn.Module] = {}
+    candidates: dict[str, nn.Module] = {}
     for name, child in module.named_modules():
-        inside_other = any(name.startswith(f"{outer}.") for outer in found)
+        inside_other = any(name.startswith(f"{outer}.") for outer in candidates)
         if isinstance(child, (nn.Sequential, nn.ModuleList)) and name and not inside_other:
             layers = (layer for _, layer in _layers_in(name, child))
             if sum(any(True for _ in layer.parameters()) for layer in layers) >= 2:
-                found[name] = child
-    return found
+                candidates[name] = child
+    return candidates
 
 
 def _listed(candidates: dict[str, nn.Module]) -> str:
@@ -328,7 +332,7 @@ def _listed(candidates: dict[str, nn.Module]) -> str:
 def _no_candidate(module: nn.Module, call_order: CallOrder) -> MisconfigurationException:
     children = _children_with_parameters(module)
     order = call_order(module, {name: name for name in children}) if len(children) > 1 else []
-    # Ranks find the order by their loaders, where it is not known before they start.
+    # If the order is not known before the ranks start, they find it with a batch of the loader.
     kind = UnknownOrderError if len(children) > 1 and not order else MisconfigurationException
     remedy = (
         f"Name its modules in the order in which a step calls them: pipeline={order}"
@@ -343,16 +347,16 @@ def _no_candidate(module: nn.Module, call_order: CallOrder) -> MisconfigurationE
 
 
 def _children_with_parameters(module: nn.Module, path: str = "") -> list[str]:
-    """The names of a module's children that have parameters; of an only child, its children."""
-    found = [
+    """Return the names of a module's children with parameters; of an only child, its children."""
+    children = [
         (f"{path}{name}", child)
         for name, child in module.named_children()
         if any(True for _ in child.parameters())
     ]
-    if len(found) == 1:
-        only, child = found[0]
+    if len(children) == 1:
+        only, child = children[0]
         return _children_with_parameters(child, f"{only}.")
-    return [name for name, _ in found]
+    return [name for name, _ in children]
 
 
 def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int) -> str:
@@ -373,22 +377,23 @@ def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int)
 
 
 def count_parameters(layers: Sequence[nn.Module]) -> list[int]:
-    """Count the parameters of each layer; a shared one counts where it stands first."""
+    """Count the parameters of each layer; a shared one counts in the first layer that has it."""
     seen: set[nn.Parameter] = set()
     counts = []
     for layer in layers:
-        fresh = [p for p in layer.parameters() if p not in seen]
-        seen.update(fresh)
-        counts.append(sum(p.numel() for p in fresh))
+        unseen = [p for p in layer.parameters() if p not in seen]
+        seen.update(unseen)
+        counts.append(sum(p.numel() for p in unseen))
     return counts
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
     """Partition layers so that the largest cost of a stage is as small as possible.
 
-    Exact, by dynamic programming over the boundaries; among the best partitions, the one with the
-    smallest sum of squared costs, so that equal layers are distributed evenly. Every stage gets at
-    least one layer.
+    The result is exact, by dynamic programming over the boundaries. Among the best partitions it is
+    the one with the smallest sum of squared costs, so that equal layers are distributed evenly:
+    costs 1, 1, 1, 3 over three stages give 1 + 2 + 1 layers, with costs 1, 2 and 3. Every stage
+    gets at least one layer.
 
     Returns:
         The layer indices of each stage.
@@ -397,14 +402,14 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
     @cache
     def best(part: int, end: int) -> tuple[float, float, int]:
-        """The largest cost, the sum of squares and the last boundary for the first layers."""
+        """Return the largest cost, the sum of squares and the last boundary of the first layers."""
         if part == 0:
             return (inf, inf, 0) if end else (0.0, 0.0, 0)
         least = inf, inf, 0
         for start in reversed(range(part - 1, end)):
             cost = sums[end] - sums[start]
             if cost > least[0]:
-                break  # A stage of more layers costs no less.
+                break  # A stage with more layers costs at least as much.
             largest, squares, _ = best(part - 1, start)
             least = min(least, (max(largest, cost), squares + cost**2, start))
         return least
@@ -416,14 +421,14 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def imbalance(costs: Sequence[float], parts: Sequence[range]) -> float:
-    """The largest cost of a stage over the mean cost: 1.0 where all are equal."""
+    """Return the largest cost of a stage over the mean cost: 1.0 if all are equal."""
     totals = [sum(costs[layer] for layer in part) for part in parts]
     mean = sum(totals) / len(totals)
     return max(totals) / mean if mean else 1.0
 
 
 def parts_of_sizes(sizes: Sequence[int], layers: int, stages: int) -> list[range]:
-    """The layer indices of each stage, from the numbers of layers that a user gives.
+    """Return the layer indices of each stage, from the numbers of layers that a user gives.
 
     Raises:
         MisconfigurationException: if there is not one positive size a stage or they do not add up.

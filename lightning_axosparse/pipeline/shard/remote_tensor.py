@@ -1,11 +1,11 @@
 """Represents a tensor of another stage: it has a name and a shape, but reading its values raises.
 
-Hooks may ask all parameters of a module for something, such as a norm. Those of other stages have
-no values on this rank. What only arranges them works: shapes, copies, an average that stays where
-the parameter is. What needs a value raises one error, which says where the value is to be had.
+Hooks may use all parameters of a module, for example for a norm. Those of other stages have no
+values on this rank. Functions that need none work: shapes, copies, an average that nothing reads
+here. Functions that need a value raise one error, which says how to get the value.
 
-An optimizer steps this rank's parameters, while hooks see those of all stages in its groups: a sum
-over ``optimizer.param_groups`` is what a sum over ``module.parameters()`` is.
+An optimizer steps this rank's parameters, but hooks see those of all stages in its groups, so that
+a sum over ``optimizer.param_groups`` equals a sum over ``module.parameters()``.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from lightning_axosparse.support.torch_internals import (
 from lightning_axosparse.support.troubleshooting import see
 
 NORMS = (1.0, 2.0, torch.inf)
-"""The norms of a gradient that stages tell each other."""
+"""The exponents of the norms of gradients that stages send each other."""
 
 
 class RemoteTensor(Tensor):
-    """A meta tensor for one that another stage keeps, and for what is computed of it.
+    """A meta tensor in place of one that another stage stores, or of one computed from it.
 
     Attributes:
         origin: name of the tensor in the module.
-        near: the device on which the tensors of this rank are.
-        norms: by the exponent, the known norms of all of the values; emptied when they change.
+        local_device: the device of this rank's tensors.
+        norms: the known norms of the values, by exponent; cleared when the values change.
     """
 
     origin: str
-    near: torch.device
+    local_device: torch.device
     norms: dict[float, float]
 
     @classmethod
-    def of(cls, meta: Tensor, name: str, near: torch.device) -> RemoteTensor:
+    def of(cls, meta: Tensor, name: str, local_device: torch.device) -> RemoteTensor:
         """Let a meta tensor replace the tensor ``name`` of another stage."""
         remote = meta.as_subclass(cls)
-        remote.origin, remote.near, remote.norms = name, near, {}
+        remote.origin, remote.local_device, remote.norms = name, local_device, {}
         return remote
 
     @classmethod
@@ -66,12 +66,12 @@ class RemoteTensor(Tensor):
                 return func(*args, **kwargs)
         remotes = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
         if func == _DEVICE:
-            # Where code that asks a parameter for its device makes tensors beside it.
-            return remotes[0].near
+            # Code creates tensors on the device of a parameter.
+            return remotes[0].local_device
         if func in _MOVES:
             return _moved(func, *args, **kwargs)
         if _changes_lists_in_place(func) and all(isinstance(each, cls) for each in args[0]):
-            # The device of the stand-ins, meta, may have been given to numbers that are read here.
+            # Not called: numbers among its arguments may be on the meta device, too.
             for each in args[0]:
                 each.norms.clear()
             return None
@@ -92,33 +92,33 @@ class RemoteTensor(Tensor):
                 result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             raise RuntimeError(_MESSAGE.format(name=remotes[0].origin)) from error
-        made = tensors_in(result)
-        if not made:
+        results = tensors_in(result)
+        if not results:
             return result
-        if not (_makes_new(func) or all(tensor.is_meta for tensor in made)):
-            # Some kernels take the values of a meta tensor for none at all.
+        if not (_makes_new(func) or all(tensor.is_meta for tensor in results)):
+            # Some kernels treat a meta tensor as one without elements.
             raise RuntimeError(_MESSAGE.format(name=remotes[0].origin))
         if _changes_in_place(func):
             for remote in remotes:
                 remote.norms.clear()
 
-        def derived(tensor: Tensor) -> Tensor:
+        def as_remote(tensor: Tensor) -> Tensor:
             if not tensor.is_meta or isinstance(tensor, cls):
                 return tensor
-            remote = cls.of(tensor, remotes[0].origin, remotes[0].near)
-            if func in _KEEPING_VALUES:
+            remote = cls.of(tensor, remotes[0].origin, remotes[0].local_device)
+            if func in _PRESERVING_VALUES:
                 remote.norms = remotes[0].norms
             return remote
 
-        return tree_map_only(Tensor, derived, result)
+        return tree_map_only(Tensor, as_remote, result)
 
-    def another(self) -> RemoteTensor:
-        """One for another tensor of the same name and shape, of which no norm is known."""
+    def without_norms(self) -> RemoteTensor:
+        """Return a remote tensor of the same name and shape, with no known norms."""
         meta: Tensor = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return self.of(meta, self.origin, self.near)
+        return self.of(meta, self.origin, self.local_device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RemoteTensor:
-        copied = self.another()
+        copied = self.without_norms()
         copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             # A parameter of a subclass of Tensor has that class.
@@ -138,15 +138,15 @@ _MESSAGE = (
     "optimizer its `weight_decay`." + see("values-between-layers")
 )
 _TENSOR: Any = Tensor
-# A property of this class would let torch itself take the tensor for one with memory.
+# If this were a property of the class, torch itself would treat the tensor as one with memory.
 _DEVICE = _TENSOR.device.__get__
-# What optimizers and hooks ask of each parameter in every step.
+# Called for each parameter in every step by optimizers and hooks, so they are called directly.
 _WITHOUT_VALUES = {
     *(_TENSOR.grad.__get__, _TENSOR.grad.__set__, _TENSOR.grad_fn.__get__, _TENSOR.is_leaf.__get__),
     *(_TENSOR.requires_grad.__get__, _TENSOR.requires_grad.__set__, _TENSOR.requires_grad_),
     *(_TENSOR.shape.__get__, _TENSOR.dtype.__get__, _TENSOR.dim, _TENSOR.numel),
 }
-_KEEPING_VALUES = {
+_PRESERVING_VALUES = {
     _TENSOR.data.__get__,
     Tensor.detach,
     Tensor.clone,
@@ -157,24 +157,24 @@ _KEEPING_VALUES = {
 
 
 _MOVES = {Tensor.to: None, Tensor.cpu: "cpu", Tensor.cuda: "cuda"}
-"""What moves a tensor to a device, which is that of the argument if it is not given here."""
+"""Functions that move a tensor, and the device; None if it is an argument."""
 
 
 def _moved(func: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A tensor moved as ``func`` does, of which it or the one to be like is on another stage."""
+    """Move a tensor as ``func`` does, if it or a tensor among the arguments is remote."""
     if _MOVES[func] is not None:
         args, kwargs = (_MOVES[func],), {}
     copies = kwargs.pop("copy", False)
     likes = [each for each in (*args, *kwargs.values()) if isinstance(each, RemoteTensor)]
     device, dtype = parsed_conversion(*args, **kwargs)
-    device = likes[0].near if likes else device
+    device = likes[0].local_device if likes else device
     if not isinstance(tensor, RemoteTensor):
         return tensor.to(device, dtype, copy=copies)
     converted = tensor.type(dtype or tensor.dtype)
-    if device in (None, tensor.near) and not copies:
+    if device in (None, tensor.local_device) and not copies:
         return converted
     moved = cast(RemoteTensor, converted.clone() if converted is tensor else converted)
-    moved.near = device or tensor.near
+    moved.local_device = device or tensor.local_device
     return moved
 
 
@@ -188,7 +188,7 @@ def _changes_lists_in_place(func: Callable[..., Any]) -> bool:
 
 
 def _makes_new(func: Callable[..., Any]) -> bool:
-    """Whether a function takes the shape of a tensor alone, and returns others of that shape."""
+    """Whether a function only reads the shape of a tensor, to return new ones of that shape."""
     name = getattr(func, "__name__", "")
     return name.startswith("new_") or name.endswith("_like")
 
@@ -196,7 +196,7 @@ def _makes_new(func: Callable[..., Any]) -> bool:
 def _known_norm(
     func: Callable[..., Any], remote: Any = None, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """What a function returns, if it is a norm of all values and known."""
+    """Return the result of a function if it is a known norm of all values; else None."""
     if func not in (Tensor.norm, torch.norm, torch.linalg.vector_norm):
         return None
     order = args[0] if args else kwargs.pop("p", kwargs.pop("ord", 2.0))
@@ -206,11 +206,11 @@ def _known_norm(
     order = 2.0 if order in (None, "fro") else float(order)
     if order not in remote.norms:
         return None
-    return torch.tensor(remote.norms[order], dtype=remote.dtype, device=remote.near)
+    return torch.tensor(remote.norms[order], dtype=remote.dtype, device=remote.local_device)
 
 
-def own_param_groups(optimizer: Optimizer) -> AbstractContextManager[None]:
-    """Leave only this rank's parameters in an optimizer's groups, inside the context."""
+def local_param_groups(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Return a context in which an optimizer's groups have only this rank's parameters."""
     return replaced_params(optimizer, lambda p: None if isinstance(p, RemoteTensor) else p)
 
 
@@ -219,20 +219,20 @@ def replaced_params(
     optimizer: Optimizer, replacement: Callable[[Tensor], Tensor | None]
 ) -> Iterator[None]:
     """Replace parameters in an optimizer's groups inside the context; by None to leave them out."""
-    whole = [group["params"] for group in optimizer.param_groups]
+    before = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        found = map(replacement, group["params"])
-        group["params"] = [each for each in found if each is not None]
+        replaced = map(replacement, group["params"])
+        group["params"] = [each for each in replaced if each is not None]
     try:
         yield
     finally:
-        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+        for group, parameters in zip(optimizer.param_groups, before, strict=True):
             group["params"] = parameters
 
 
 @contextmanager
-def following_parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Give optimizers, after the context, what then has their parameters' names in a module."""
+def updating_param_groups(module: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Replace parameters in optimizers by those of the same names after the context."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     yield
     parameters = dict(module.named_parameters())
@@ -241,11 +241,11 @@ def following_parameters(module: nn.Module, optimizers: Iterable[Optimizer]) -> 
             group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
 
 
-def closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Call the closure that a step of an optimizer was given, if any, before the step.
+def call_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Call the closure of a step of an optimizer, if any, before the step.
 
     Returns:
-        The keyword arguments for the step, of which a closure returns that loss, once.
+        The keyword arguments for the step, with a closure that returns the loss, once.
     """
     closure = kwargs.pop("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -265,8 +265,8 @@ def closure_called(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
     return {**kwargs, "closure": called_before}
 
 
-class OwnSteps:
-    """Lets an optimizer step this rank's parameters alone, until :meth:`remove`.
+class LocalSteps:
+    """Lets an optimizer step only this rank's parameters, until :meth:`remove`.
 
     Hooks that run inside the closure of a step see all parameters.
     """
@@ -279,7 +279,7 @@ class OwnSteps:
         ]
 
     def remove(self) -> None:
-        """Let the optimizer step all that is in its groups."""
+        """Let the optimizer step all parameters in its groups."""
         self._leave()
         for hook in self._hooks:
             hook.remove()
@@ -287,8 +287,8 @@ class OwnSteps:
     def _enter(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        kwargs = closure_called(args, kwargs)
-        self._inside.enter_context(own_param_groups(optimizer))
+        kwargs = call_closure(args, kwargs)
+        self._inside.enter_context(local_param_groups(optimizer))
         return (optimizer,), kwargs
 
     def _leave(self, *_: Any) -> None:

@@ -1,8 +1,8 @@
-"""Makes and loads only the layers of this rank, and leaves a module sharded after a run.
+"""Creates and loads only the layers of this rank, and leaves a module sharded after a run.
 
-No rank allocates all of a module. Each keeps the tensors of its layers, as they are stored; those
-of other layers are on the meta device, so that names and shapes do not change. After a run a tensor
-is sent straight from a rank that has it to one that needs it, one at a time.
+No rank allocates all of a module. Each stores the tensors of its layers; those of other layers are
+on the meta device, so that names and shapes do not change. After a run, tensors are sent one at a
+time, directly from a rank that stores one to a rank that needs it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from lightning_axosparse.support.troubleshooting import see
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 
 _left: WeakKeyDictionary[nn.Module, tuple[RemovableHandle, ...]] = WeakKeyDictionary()
-"""The modules that a run has left sharded, with the hooks that keep a part from being used."""
+"""The modules that a run has left sharded, with the hooks that refuse calls of them."""
 
 
 def leave_sharded(module: nn.Module, freed: Mapping[Tensor, Tensor]) -> None:
-    """Let a module be known as sharded, until a run takes it again.
+    """Leave a module sharded until the next run.
 
     Args:
         module: the module.
-        freed: its tensors that this rank does not keep, each with a meta tensor of its shape.
+        freed: its tensors that this rank does not store, each with a meta tensor of its shape.
     """
     for tensor, meta in freed.items():
         _to_meta(tensor, meta.shape)
     mark_whole(module)
-    _refuse(module)
+    _refuse_calls(module)
 
 
 def is_left_sharded(module: nn.Module) -> bool:
@@ -51,69 +51,69 @@ def is_left_sharded(module: nn.Module) -> bool:
 
 
 def mark_whole(module: nn.Module) -> None:
-    """Let a module no longer be known as sharded."""
+    """Mark a module as no longer left sharded."""
     for hook in _left.pop(module, ()):
         hook.remove()
 
 
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a module, by name."""
+    """Return the parameters and buffers of a module, by name."""
     return dict(chain(module.named_parameters(), module.named_buffers()))
 
 
-def gather_tensors(module: nn.Module, wanted: Collection[str]) -> list[str]:
-    """Give this rank the tensors of a sharded module that it wants; collective over the job.
+def gather_tensors(module: nn.Module, names: Collection[str]) -> list[str]:
+    """Receive tensors of a sharded module on this rank; collective over all ranks.
 
     Returns:
-        The names of those that this rank did not have.
+        The names of those that this rank did not store before.
     """
     tensors = all_tensors(module)
-    missing = [name for name in tensors if name in wanted and tensors[name].is_meta]
-    held = {name for name, tensor in tensors.items() if not tensor.is_meta}
-    everyone = all_gather((held, frozenset(missing)), dist.group.WORLD)
+    missing = [name for name in tensors if name in names and tensors[name].is_meta]
+    stored = {name for name, tensor in tensors.items() if not tensor.is_meta}
+    every_rank = all_gather((stored, frozenset(missing)), dist.group.WORLD)
     transfer = Transfer(module, [], _CPU)
     for name, tensor in tensors.items():
-        holders = [rank for rank, (theirs, _) in enumerate(everyone) if name in theirs]
-        asking = [rank for rank, (_, theirs) in enumerate(everyone) if name in theirs]
+        holders = [rank for rank, (stores, _) in enumerate(every_rank) if name in stores]
+        receivers = [rank for rank, (_, lacks) in enumerate(every_rank) if name in lacks]
         if holders:
-            transfer.send(name, tensor, holders[0], asking)
+            transfer.send(name, tensor, holders[0], receivers)
     return missing
 
 
 @contextmanager
 def full_module(module: nn.Module, on_this_rank: bool) -> Iterator[None]:
-    """Have all of a module inside the context; where it is left sharded, collective over the job.
+    """Gather a module that is left sharded inside the context; collective over all ranks.
 
     Args:
-        module: the module.
-        on_this_rank: whether this rank gets all of it; the others only send.
+        module: the module; if it is not left sharded, nothing happens.
+        on_this_rank: whether this rank gets the full module; the others only send.
     """
     if not is_left_sharded(module):
         yield
         return
     tensors = all_tensors(module)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    brought = gather_tensors(module, tensors if on_this_rank else ())
+    received = gather_tensors(module, tensors if on_this_rank else ())
     try:
-        with in_parts(module) if on_this_rank else nullcontext():
+        with state_dict_allowed(module) if on_this_rank else nullcontext():
             yield
     finally:
         transfer = Transfer(module, [], _CPU)
-        for name in brought:
+        for name in received:
             transfer.drop(name, tensors[name])
             _to_meta(tensors[name], shapes[name])
 
 
 @contextmanager
-def in_parts(module: nn.Module) -> Iterator[None]:
-    """Let ``state_dict`` of a module that is left sharded return what is there, in the context."""
+def state_dict_allowed(module: nn.Module) -> Iterator[None]:
+    """Allow ``state_dict`` of a module that is left sharded inside the context."""
     left = is_left_sharded(module)
     mark_whole(module)
     try:
         yield
     finally:
         if left:
-            _refuse(module)
+            _refuse_calls(module)
 
 
 def _to_meta(tensor: Tensor, shape: torch.Size) -> None:
@@ -122,7 +122,7 @@ def _to_meta(tensor: Tensor, shape: torch.Size) -> None:
         swap_values(tensor, meta.requires_grad_(tensor.requires_grad))
 
 
-def _refuse(module: nn.Module) -> None:
+def _refuse_calls(module: nn.Module) -> None:
     _left[module] = (
         module.register_state_dict_pre_hook(_refuse_state_dict),
         module.register_forward_pre_hook(_refuse_forward, prepend=True),
@@ -149,16 +149,19 @@ def _refusal(called: str) -> str:
 
 @contextmanager
 def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Move each parameter to the meta device when a module of the context gets it.
+    """Move each parameter to the meta device when a module registers it in the context.
 
     A state dict that is loaded in the context gives parameters their values and memory.
+
+    Args:
+        may_share: whether a parameter may share the memory of a loaded tensor.
     """
     loading: dict[nn.Module, RemovableHandle] = {}
-    take = partial(_take_values, may_share)
+    allocate_parameters = partial(_allocate_parameters, may_share)
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if module not in loading:
-            loading[module] = module.register_load_state_dict_pre_hook(take)
+            loading[module] = module.register_load_state_dict_pre_hook(allocate_parameters)
         if parameter is None or parameter.is_meta:
             return parameter
         return nn.Parameter(parameter.detach().to(_META), parameter.requires_grad)
@@ -175,14 +178,14 @@ def parameters_on_meta(may_share: Callable[[Tensor], bool]) -> Iterator[None]:
         ]
         if not empty or "meta tensor" not in str(error):
             raise
-        raise _without_values(empty) from error
+        raise _no_values(empty) from error
     finally:
         hook.remove()
         for handle in loading.values():
             handle.remove()
 
 
-def _without_values(empty: Sequence[str]) -> MisconfigurationException:
+def _no_values(empty: Sequence[str]) -> MisconfigurationException:
     return MisconfigurationException(
         f"The module has no values for {empty[0]} and {len(empty) - 1} more of its parameters, "
         "which are on the meta device: `trainer.init_module(empty_init=True)` gives them none, and "
@@ -191,31 +194,31 @@ def _without_values(empty: Sequence[str]) -> MisconfigurationException:
     )
 
 
-def _take_values(
+def _allocate_parameters(
     may_share: Callable[[Tensor], bool],
     module: nn.Module,
     state: dict[str, Any],
     prefix: str,
     *_: Any,
 ) -> None:
-    """Before a module's own parameters are loaded: give those without memory theirs."""
+    """Allocate a module's own parameters before they are loaded, or share the loaded memory."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
         if not isinstance(value, Tensor) or value.is_meta:
             continue
-        alike = (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
+        matches = (value.shape, value.dtype) == (parameter.shape, parameter.dtype)
         if not parameter.is_meta:
-            is_shared = alike and value.data_ptr() == parameter.data_ptr()
-        elif is_shared := alike and may_share(value):
+            is_shared = matches and value.data_ptr() == parameter.data_ptr()
+        elif is_shared := matches and may_share(value):
             swap_values(parameter, value.detach().requires_grad_(parameter.requires_grad))
         else:
             allocate([parameter])
         if is_shared:
-            state[prefix + name] = parameter  # which torch does not copy onto itself
+            state[prefix + name] = parameter  # Torch does not copy a tensor onto itself.
 
 
 def allocate(tensors: Iterable[Tensor]) -> None:
-    """Give those of the tensors that are on the meta device memory on CPU, uninitialised."""
+    """Give tensors on the meta device uninitialised memory on the CPU."""
     for tensor in tensors:
         if tensor.is_meta:
             empty = torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
@@ -226,29 +229,29 @@ def load_values(
     module: nn.Module,
     state: Mapping[str, Any],
     strict: bool,
-    others: Iterable[Tensor] = (),
+    unchanged: Iterable[Tensor] = (),
 ) -> None:
-    """Load what a module holds of a state, and read nothing else of it.
+    """Load the tensors of a state that a sharded module stores, and read no others.
 
     Args:
-        module: the module; what it does not hold is on the meta device, and stays there.
-        state: the state of a whole module of this kind.
+        module: the module; its tensors on the meta device stay there.
+        state: the state of the full module.
         strict: as for ``load_state_dict``.
-        others: tensors of the module that keep their values.
+        unchanged: tensors of the module that keep their values.
     """
-    kept_as_they_are = {id(tensor) for tensor in others}
+    unchanged_ids = {id(tensor) for tensor in unchanged}
 
-    def held(value: Any, present: Any) -> Any:
+    def local(value: Any, present: Any) -> Any:
         if not (isinstance(value, Tensor) and isinstance(present, Tensor)):
             return value
         if present.is_meta:
             return torch.empty_like(value, device=_META)
-        return present if id(present) in kept_as_they_are else value
+        return present if id(present) in unchanged_ids else value
 
-    with in_parts(module):
+    with state_dict_allowed(module):
         tensors = module.state_dict(keep_vars=True)
-    read = {name: held(value, tensors.get(name)) for name, value in state.items()}
-    module.load_state_dict(read, strict=strict)
+    local_state = {name: local(value, tensors.get(name)) for name, value in state.items()}
+    module.load_state_dict(local_state, strict=strict)
 
 
 def validate_values(tensors: Iterable[tuple[str, Tensor]], stage: int) -> None:

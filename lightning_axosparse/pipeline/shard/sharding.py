@@ -1,7 +1,7 @@
-"""Keeps the tensors of a module that this rank's stages need, and drops the others.
+"""Shards a module: this rank stores the tensors that its stages need, and frees the others.
 
-A parameter of a layer is kept by the layer's stage, one outside the layers by every stage, and one
-that several layers share by each of their stages. A tensor that is not kept is replaced by a
+A parameter of a layer is stored by the layer's stage, one outside the layers by every stage, and
+one that several layers share by each of their stages. Any other tensor is replaced by a
 ``RemoteTensor``, so that names, shapes and ``state_dict`` keys do not change, and its gradient by
 one that has norms, but no values.
 """
@@ -28,13 +28,13 @@ from lightning_axosparse.support.torch_internals import (
 
 
 class ReshardedTensor(NamedTuple):
-    """A tensor of a module whose layers were partitioned anew.
+    """A tensor of a module whose layers have another partition.
 
     Attributes:
         name: its name in the module.
         tensor: the tensor.
         before: the stages of the former pipeline that have its value.
-        after: the stages of the new pipeline that keep it.
+        after: the stages of the new pipeline that store it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ReshardedTensor(NamedTuple):
 
 
 class Sharding:
-    """Which stages keep which tensors of a module."""
+    """The assignment of a module's tensors to the stages that store them."""
 
     def __init__(
         self,
@@ -62,73 +62,74 @@ class Sharding:
         self._local: Collection[int] = self.all_stages
 
     def stage_of(self, key: str) -> int | None:
-        """The stage of the layer that a parameter, buffer or state key belongs to, if any."""
+        """Return the stage of the layer to which a parameter, buffer or state key belongs."""
         parts = key.split(".")
         prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
         return next((self._stage_of_layer[p] for p in prefixes if p in self._stage_of_layer), None)
 
     def holders_of(self, name: str) -> frozenset[int]:
-        """The stages that keep a parameter, which may be younger than this object."""
+        """Return the stages that store a parameter, also one that was added later."""
         return self.holders.get(name) or self._holders_of_name(name)
 
     def source_of(self, key: str) -> int:
-        """The stage whose value of a state key counts.
+        """Return the stage whose value of a state key is saved.
 
-        That is the last stage for what is outside the layers, because it alone runs a step to its
-        end.
+        For a key outside the layers it is the last stage, because only that runs a step to its end.
         """
         stage = self.stage_of(key)
         return max(self.all_stages) if stage is None else stage
 
-    def held(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank keeps, by name, in the module's order."""
+    def local_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that this rank stores, by name, in the module's order."""
+        # Not by `holders_of`, as each step would call it for every parameter.
         return {
             name: parameter
             for name, parameter in self.module.named_parameters()
             if not (self.holders.get(name) or self._holders_of_name(name)).isdisjoint(self._local)
         }
 
-    def outside(self) -> list[nn.Parameter]:
-        """The parameters that no layer has."""
+    def parameters_outside_layers(self) -> list[nn.Parameter]:
+        """Return the parameters that belong to no layer."""
         prefixes = tuple(f"{layer}." for layer in self._layers)
-        return [each for name, each in self.held().items() if not name.startswith(prefixes)]
+        local = self.local_parameters()
+        return [parameter for name, parameter in local.items() if not name.startswith(prefixes)]
 
-    def counted(self) -> set[str]:
-        """The names that this rank counts, so that each is counted once over a pipeline."""
+    def counted_names(self) -> set[str]:
+        """Return the names of the parameters that this rank counts, each once in a pipeline."""
         return {name for name, stages in self.holders.items() if min(stages) in self._local}
 
-    def split(self, local: Collection[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The tensors of a whole module that the ``local`` stages keep, and the others; by name."""
-        kept: dict[str, Tensor] = {}
+    def split(self, stages: Collection[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the tensors of a full module that some stages store, and the others; by name."""
+        local: dict[str, Tensor] = {}
         others: dict[str, Tensor] = {}
         for name, tensor in self._tensors():
-            shared = not self._holding(name, tensor).isdisjoint(local)
-            (kept if shared else others)[name] = tensor
-        return kept, others
+            is_local = not self._holders_of_tensor(name, tensor).isdisjoint(stages)
+            (local if is_local else others)[name] = tensor
+        return local, others
 
     def shard(self, local: Collection[int]) -> None:
-        """Replace all tensors that the ``local`` stages do not keep."""
+        """Replace and free all tensors that the ``local`` stages do not store."""
         for tensor in self._replace_all(local, {}):
             free(tensor)
 
     def shard_copy(self, copied: nn.Module) -> None:
-        """Replace in a copy of the module what is replaced in the module."""
+        """Replace the same tensors in a copy of the module."""
         memo: dict[int, Any] = {}
         modules = dict(self.module.named_modules())
-        for name, owner in copied.named_modules():
+        for name, copied_part in copied.named_modules():
             if name not in modules:
                 continue
-            original = modules[name]
-            for tensors, ours in (
-                (owner._parameters, original._parameters),
-                (owner._buffers, original._buffers),
+            part = modules[name]
+            for tensors, originals in (
+                (copied_part._parameters, part._parameters),
+                (copied_part._buffers, part._buffers),
             ):
-                for key, tensor in ours.items():
+                for key, tensor in originals.items():
                     if isinstance(tensor, RemoteTensor):
                         tensors[key] = copy.deepcopy(tensor, memo)
 
-    def put_back(self) -> dict[Tensor, Tensor]:
-        """Put the replaced tensors back, freed as they are; return the meta tensor of each."""
+    def restore_tensors(self) -> dict[Tensor, Tensor]:
+        """Put the replaced tensors back, which are freed; return the meta tensor of each."""
         metas: dict[Tensor, Tensor] = {}
         for tensors, key, original in self._replaced:
             meta = tensors[key]
@@ -143,13 +144,13 @@ class Sharding:
     def reshard(self, parts: Sequence[range], local: Collection[int]) -> list[ReshardedTensor]:
         """Change to another partition of the layers.
 
-        Values are not moved: tensors that this rank keeps from now on are in the module, still
-        empty; those that it kept and no longer does are out of it, with their values.
+        Values are not moved: the module has the tensors that this rank stores from now on, still
+        empty; those that it no longer stores are replaced, but not yet freed.
 
         Returns:
             Every tensor of the module, in the same order on all ranks.
         """
-        metas = self.put_back()
+        metas = self.restore_tensors()
         tensors = [(name, tensor, self._sources(name, tensor)) for name, tensor in self._tensors()]
         self._assign(parts)
         self._replace_all(local, metas)
@@ -175,19 +176,19 @@ class Sharding:
             self.module.named_buffers(remove_duplicate=remove_duplicate),
         )
 
-    def _holding(self, name: str, tensor: Tensor) -> frozenset[int]:
-        """The stages that keep a tensor; a layer may have put another one in a buffer's place."""
+    def _holders_of_tensor(self, name: str, tensor: Tensor) -> frozenset[int]:
+        """Return the stages that store a tensor; a layer may have replaced a buffer by another."""
         return self._holders.get(tensor) or self._holders_of_name(name)
 
     def _sources(self, name: str, tensor: Tensor) -> frozenset[int]:
-        """The stages that have a tensor's value."""
-        holders = self._holding(name, tensor)
+        """Return the stages that have a tensor's value."""
+        holders = self._holders_of_tensor(name, tensor)
         if holders == self.all_stages and not isinstance(tensor, nn.Parameter):
             return frozenset([max(holders)])
         return holders
 
     def _replace_all(self, local: Collection[int], metas: dict[Tensor, Tensor]) -> list[Tensor]:
-        """Replace what the ``local`` stages do not keep, and return it."""
+        """Replace the tensors that the ``local`` stages do not store, and return them."""
         self._local = local
         sparse = layouts(self.module)
         shapes: dict[Tensor, torch.Size] = {
@@ -228,7 +229,7 @@ class Sharding:
 
 
 def free(tensor: Tensor) -> None:
-    """Free the values and the gradient of a tensor that this rank does not keep."""
+    """Free the values and the gradient of a tensor."""
     if tensor.is_meta:
         empty = torch.empty(0, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
         swap_values(tensor, empty)
@@ -237,10 +238,9 @@ def free(tensor: Tensor) -> None:
 
 
 class RemoteGradients:
-    """The gradients of parameters that other stages of this pipeline keep.
+    """The gradients of parameters that other stages of this pipeline store.
 
-    Without them a sum over all parameters would leave these out without a word, as they have no
-    gradient here.
+    Without them, a sum over the gradients of all parameters would silently leave these out.
     """
 
     def __init__(
@@ -249,40 +249,41 @@ class RemoteGradients:
         self._sharding, self._inter_group = sharding, inter_group
         self._gradients: dict[str, tuple[RemoteTensor, RemoteTensor]] = {}
 
-    def follow(self) -> None:
-        """Take in which parameters other stages keep now, and their shapes."""
+    def update(self) -> None:
+        """Create gradients again, after the module's remote parameters or their shapes changed."""
         self._gradients = {
-            name: (parameter, parameter.another())
+            name: (parameter, parameter.without_norms())
             for name, parameter in self._sharding.module.named_parameters()
             if isinstance(parameter, RemoteTensor)
         }
 
-    def present(self) -> None:
-        """After a backward pass: there may be gradients, of which nothing is known."""
+    def mark_present(self) -> None:
+        """Give all parameters a gradient with unknown norms, after a backward pass."""
         self.forget_norms()
-        # In every step: a `RemoteTensor` takes fifty times as long for each attribute.
+        # Every step runs this, and attributes of a `RemoteTensor` take fifty times as long.
         with plain_torch_functions():
             for parameter, gradient in self._gradients.values():
                 parameter.grad = gradient if parameter.requires_grad else None
 
     def measure(self) -> None:
-        """Let all stages know which gradients there are, with their norms; collective."""
+        """Exchange with all stages which gradients exist, and their norms; collective."""
         names = list(self._sharding.holders)
-        counted, held = self._sharding.counted(), self._sharding.held()
-        measured = torch.zeros(len(names), 1 + len(NORMS), dtype=torch.float64)
-        for row, name in zip(measured, names, strict=True):
-            gradient = held[name].grad if name in counted else None
+        counted, local = self._sharding.counted_names(), self._sharding.local_parameters()
+        # A row for each parameter: whether its gradient exists, and the norms.
+        table = torch.zeros(len(names), 1 + len(NORMS), dtype=torch.float64)
+        for row, name in zip(table, names, strict=True):
+            gradient = local[name].grad if name in counted else None
             if gradient is not None:
                 row[0] = 1
                 row[1:] = torch.stack([gradient.detach().norm(order) for order in NORMS])
-        all_sum(measured, self._inter_group())
-        for name, (exists, *norms) in zip(names, measured.tolist(), strict=True):
+        all_sum(table, self._inter_group())
+        for name, (exists, *norms) in zip(names, table.tolist(), strict=True):
             if name in self._gradients:
                 parameter, gradient = self._gradients[name]
                 parameter.grad = gradient if exists else None
                 gradient.norms.update(zip(NORMS, norms, strict=True))
 
     def forget_norms(self) -> None:
-        """Take in that gradients change."""
+        """Forget the norms, as gradients change."""
         for _, gradient in self._gradients.values():
             gradient.norms.clear()

@@ -1,4 +1,4 @@
-"""Sends tensors of a module from ranks that have them to those that need them, one at a time."""
+"""Sends tensors of a module from ranks that store them to those that need them, one at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_axosparse.sparse.module.parameters import forget, owners, pack, u
 
 
 class Transfer:
-    """Sends tensors of a module, and frees what is not needed.
+    """Sends tensors of a module, and frees those that are not needed.
 
-    A parameter arrives as it is stored, also sparse, with what optimizers keep of it, but without
-    its gradient.
+    A parameter arrives in its storage format, which may be sparse, with its optimizer state, but
+    without its gradient.
 
     Args:
         module: the module.
         optimizers: its optimizers.
-        device: that of the tensors of this rank.
+        device: of this rank's tensors.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Transfer:
                 dist.send_object_list([packed], dst=destination)
 
     def drop(self, name: str, tensor: Tensor) -> None:
-        """Free a tensor of this name, and what optimizers keep of it."""
+        """Free a tensor of this name, and its optimizer state."""
         if isinstance(tensor, nn.Parameter):
             forget(tensor, self._owners[name], self._optimizers)
         free(tensor)

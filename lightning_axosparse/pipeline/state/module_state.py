@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
-from lightning_axosparse.pipeline.crossing.placeholder import OF_EVERY_MODULE
+from lightning_axosparse.pipeline.crossing.placeholder import MODULE_ATTRIBUTES
 from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.state.values import (
     COLLECTIONS,
@@ -37,7 +37,7 @@ from lightning_axosparse.support.torch_internals import (
     version_of,
 )
 
-_OF_LIBRARIES = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
+_OF_LIBRARIES = MODULE_ATTRIBUTES | frozenset(vars(LightningModule()))
 _HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
 _COUNTS = (int, float, complex, Tensor, np.ndarray, np.generic)
 """Types of values that, but for bools, never record that a step has prepared something."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from lightning_axosparse.pipeline.shard.remote_tensor import own_param_groups
+from lightning_axosparse.pipeline.shard.remote_tensor import local_param_groups
 from lightning_axosparse.pipeline.shard.sharding import RemoteGradients
 from lightning_axosparse.strategy.compat.internals import RankLocalCallback, callbacks_of, overrides
 from lightning_axosparse.support.trace import clock
@@ -269,7 +269,7 @@ class _PipelineClipping(_Mixin):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Scale the gradients so that their norm over all stages is at most ``clip_val``."""
-        with own_param_groups(optimizer):
+        with local_param_groups(optimizer):
             held = [p for p in self.main_params(optimizer) if p.grad is not None]
         norm = get_total_norm([p.grad for p in held if self._counted(p)])
         # On the CPU, since a stage without any gradient has no other device to name.
@@ -302,7 +302,7 @@ class _AgreedScaler(_Mixin):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        with own_param_groups(optimizer):
+        with local_param_groups(optimizer):
             by_device: dict[torch.device, Tensor] = super()._unscale_grads_(  # type: ignore[misc]
                 optimizer, inv_scale, found_inf, allow_fp16
             )

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_axosparse.distributed.process_groups import broadcast
-from lightning_axosparse.pipeline.shard.partition import Example
+from lightning_axosparse.pipeline.shard.partition import ExampleCall
 from lightning_axosparse.strategy.compat.internals import (
     overrides,
     random_states,
@@ -88,7 +88,7 @@ def source(trainer: pl.Trainer, step_arguments: Sequence[Any]) -> Source:
     return _of(trainer, combined, step_arguments[-1] if several and step_arguments else 0)
 
 
-def first_step(trainer: pl.Trainer) -> Example | None:
+def first_step(trainer: pl.Trainer) -> ExampleCall | None:
     """Return the first step of a run that starts, on a few samples of its loader.
 
     The loader is created, but not iterated, and no worker starts. The random states of torch, numpy
@@ -112,7 +112,7 @@ def first_step(trainer: pl.Trainer) -> Example | None:
             return None
 
 
-def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
+def _step_of(trainer: pl.Trainer, loaders: Any) -> ExampleCall:
     """Return the step on a few samples of the loaders of the running loop."""
     if not isinstance(loaders, CombinedLoader):
         loaders = CombinedLoader(loaders, "max_size_cycle" if trainer.training else "sequential")
@@ -124,7 +124,7 @@ def _step_of(trainer: pl.Trainer, loaders: Any) -> Example:
     numbers = int(is_param_in_hook_signature(step, "batch_idx", min_args=2))
     if loaders._mode == "sequential" and len(loaders.flattened) > 1:
         numbers = 2
-    return Example(name, (batch, *[0] * numbers))
+    return ExampleCall(name, (batch, *[0] * numbers))
 
 
 def _of(trainer: pl.Trainer, combined: Any, index: int) -> Source:

@@ -1,4 +1,4 @@
 """Runs a Trainer's call on new ranks and applies its changes in the calling process.
 
-It may import from strategy and what strategy may import from.
+It may import from strategy, and from all subpackages from which strategy may.
 """

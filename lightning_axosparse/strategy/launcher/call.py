@@ -1,4 +1,4 @@
-"""What a call takes along to its ranks: the function, the Trainer, and settings of the process."""
+"""A call as it is sent to its ranks: the function, the Trainer, and settings of the process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_axosparse.strategy.compat.internals import random_states, set_random_states
-from lightning_axosparse.strategy.launcher.changes import known_objects
+from lightning_axosparse.strategy.launcher.changes import named_objects
 from lightning_axosparse.support.torch_flags import flags, set_flags
 
 
@@ -26,21 +26,21 @@ class ProcessState:
 
     @classmethod
     def of_this_process(cls) -> ProcessState:
-        """The state of this process."""
+        """Return the state of this process."""
         cuda_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         return cls(random_states(include_cuda=cuda_in_use), flags(), sys.argv)
 
     def restore(self) -> None:
-        """Set it in this process."""
+        """Set the state of this process."""
         set_random_states(self.random)
         set_flags(self.flags)
         sys.argv = self.argv
 
 
 def origin_of_main() -> dict[str, Any]:
-    """From where ``__main__`` was run: processes that a rank spawns import it again.
+    """Return the origin of ``__main__``, which processes that a rank spawns import again.
 
-    The file is that of a script, the spec names the module that ``python -m`` runs.
+    It is the file of a script, or the spec of the module that ``python -m`` runs.
     """
     main = vars(sys.modules["__main__"])
     origin = {"__file__": main["__file__"]} if "__file__" in main else {}
@@ -51,7 +51,7 @@ def origin_of_main() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Call:
-    """One call, as each rank runs it."""
+    """A call that each rank runs."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -61,8 +61,8 @@ class Call:
     main: dict[str, Any]
 
     @property
-    def known_objects(self) -> dict[str, Any]:
-        """By name, the objects of the call that exist both in the caller and on the ranks."""
+    def named_objects(self) -> dict[str, Any]:
+        """The objects that exist both in the caller and on the ranks, by name."""
         if self.trainer is None:
             return {}
-        return known_objects(self.trainer, (*self.args, *self.kwargs.values()))
+        return named_objects(self.trainer, (*self.args, *self.kwargs.values()))

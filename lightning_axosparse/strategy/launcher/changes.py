@@ -1,10 +1,10 @@
-"""Brings what a call changed on its ranks into the caller's objects: attributes and weights.
+"""Copies the changes of a call from its ranks to the caller's objects: attributes and weights.
 
-The caller's objects stay the same ones: attributes are set in its module, callbacks, loggers and
-datamodule. Every reference to them then shows what it would show after a call in the caller's
-process. Each rank writes the weights that it keeps to a file of its own. The caller reads it into
-the memory of its own parameters, one tensor at a time, so that neither a rank nor a buffer in
-between ever has the whole model.
+The caller keeps its objects: attributes are set in its module, callbacks, loggers and datamodule,
+so that every reference to them sees the same as after a call in the caller's process. Each rank
+writes the weights that it stores to a file of its own. The caller reads them into the memory of its
+own parameters, one tensor at a time, so that neither a rank nor a buffer ever holds the whole
+model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import loops_of, progress_of
-from lightning_axosparse.strategy.launcher.pickling import fingerprint, names_of, survives
+from lightning_axosparse.strategy.launcher.pickling import can_be_copied, names_by_id, pickle_digest
 from lightning_axosparse.support.torch_internals import swap_values, tree_map_only
 from lightning_axosparse.support.troubleshooting import see
 
@@ -37,7 +37,7 @@ _LIBRARIES = (
     *("lightning.", "pytorch_lightning.", "lightning_fabric."),
     *("lightning_axosparse.", "torch.", "torchmetrics."),
 )
-# Attributes of every module whose content, such as hooks, belongs to one process.
+# Attributes of every module, such as hooks, that belong to one process.
 _MODULE_INTERNALS = frozenset(vars(LightningModule())) - {
     "_modules",
     "_parameters",
@@ -50,93 +50,93 @@ _MODULE_INTERNALS = frozenset(vars(LightningModule())) - {
 
 @dataclass(frozen=True)
 class Changes:
-    """What a call changed.
+    """The changes of a call to objects.
 
     Attributes:
-        attributes: by name of the object, the new values of its changed attributes.
-        lost: changed attributes of the user's objects that cannot be pickled.
+        attributes: the new values of changed attributes, by the name of the object.
+        unpicklable: changed attributes of the user's objects that cannot be pickled.
     """
 
     attributes: dict[str, dict[str, Any]]
-    lost: list[str]
+    unpicklable: list[str]
 
-    def apply(self, known: Mapping[str, Any]) -> None:
-        """Make the same changes to the objects of ``known``, which have the same names."""
+    def apply(self, named: Mapping[str, Any]) -> None:
+        """Make the same changes to the objects of the same names in ``named``."""
         for name, attributes in self.attributes.items():
             for attribute, value in attributes.items():
-                _assign(known[name], attribute, value)
-        if self.lost:
+                _assign(named[name], attribute, value)
+        if self.unpicklable:
             rank_zero_warn(
-                f"The call has set {', '.join(self.lost)} on the rank that returns what it has "
-                "changed, but this cannot be pickled, so it is not in this process: here it is as "
+                f"The call has set {', '.join(self.unpicklable)} on the rank that returns its "
+                "changes, but this cannot be pickled, so it is not in this process: here it is as "
                 "before the call. Keep results in attributes that can be pickled, or in files."
                 + see("copies")
             )
 
 
 class Snapshot:
-    """The objects of a call before it runs, by name, on the rank that returns what it changes."""
+    """The objects of a call before it runs, by name, on the rank that returns its changes."""
 
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self._all = known
-        self._types = {name: type(value) for name, value in known.items()}
-        self._before = _fingerprints(known)
+    def __init__(self, named: Mapping[str, Any]) -> None:
+        self._all = named
+        self._types = {name: type(value) for name, value in named.items()}
+        self._before = _digests(named)
 
     @property
-    def known(self) -> dict[str, Any]:
-        """The objects that have kept their type.
+    def named(self) -> dict[str, Any]:
+        """The objects whose type has not changed.
 
         An object with another type (a lazy layer, a sparse one) is new to the caller, and is copied
-        as a whole, as an attribute of the module that has it.
+        as an attribute of the module that has it.
         """
         return {
             name: value for name, value in self._all.items() if type(value) is self._types[name]
         }
 
     def changes(self) -> Changes:
-        """What the call has changed."""
-        known = self.known
+        """Return the changes of the call."""
+        named = self.named
         changed: dict[str, dict[str, Any]] = {}
-        lost: list[str] = []
-        for (name, attribute), now in _fingerprints(known).items():
-            if now == self._before.get((name, attribute), b""):
+        unpicklable: list[str] = []
+        for (name, attribute), digest in _digests(named).items():
+            if digest == self._before.get((name, attribute), b""):
                 continue
-            value = _returned_attributes(known[name])[attribute]
-            if now is not None and survives(value, known):
+            value = _returned_attributes(named[name])[attribute]
+            if digest is not None and can_be_copied(value, named):
                 changed.setdefault(name, {})[attribute] = value
-            elif not type(known[name]).__module__.startswith(_LIBRARIES):
-                lost.append(f"{name}.{attribute} ({type(value).__name__})")
-        return Changes(changed, lost)
+            elif not type(named[name]).__module__.startswith(_LIBRARIES):
+                unpicklable.append(f"{name}.{attribute} ({type(value).__name__})")
+        return Changes(changed, unpicklable)
 
 
-def _fingerprints(known: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
-    names = names_of(known)
+def _digests(named: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
+    names = names_by_id(named)
     return {
-        (name, attribute): fingerprint(value, names)
-        for name, owner in known.items()
+        (name, attribute): pickle_digest(value, names)
+        for name, owner in named.items()
         for attribute, value in _returned_attributes(owner).items()
     }
 
 
-def known_objects(trainer: Trainer, arguments: Iterable[Any]) -> dict[str, Any]:
-    """The objects of a call that its caller has, too, by names that are the same on every rank."""
-    known: dict[str, Any] = {"trainer": trainer, "strategy": trainer.strategy}
-    known |= {f"trainer.callbacks[{n}]": each for n, each in enumerate(callbacks_of(trainer))}
-    known |= {f"trainer.loggers[{n}]": each for n, each in enumerate(trainer.loggers)}
+def named_objects(trainer: Trainer, arguments: Iterable[Any]) -> dict[str, Any]:
+    """Return the objects that the caller and the ranks have, by names that are the same on all."""
+    named: dict[str, Any] = {"trainer": trainer, "strategy": trainer.strategy}
+    named |= {f"trainer.callbacks[{n}]": each for n, each in enumerate(callbacks_of(trainer))}
+    named |= {f"trainer.loggers[{n}]": each for n, each in enumerate(trainer.loggers)}
     for each in (vars(trainer)["datamodule"], *arguments):
         if isinstance(each, LightningDataModule):
-            known["datamodule"] = each
-    known |= loops_of(trainer)
+            named["datamodule"] = each
+    named |= loops_of(trainer)
     if trainer.lightning_module is not None:
         module = trainer.lightning_module
-        known |= {f"model.{name}".rstrip("."): each for name, each in module.named_modules()}
-        known |= {f"parameter {name}": each for name, each in module.named_parameters()}
-        known |= {f"buffer {name}": each for name, each in module.named_buffers()}
-    return known
+        named |= {f"model.{name}".rstrip("."): each for name, each in module.named_modules()}
+        named |= {f"parameter {name}": each for name, each in module.named_parameters()}
+        named |= {f"buffer {name}": each for name, each in module.named_buffers()}
+    return named
 
 
 def _returned_attributes(owner: Any) -> dict[str, Any]:
-    """The attributes of ``owner`` that are returned to the caller when they change."""
+    """Return the attributes of ``owner`` that are returned to the caller when they change."""
     match owner:
         case Trainer():
             metrics = {name: getattr(owner, name) for name in _METRICS}
@@ -170,17 +170,17 @@ def _assign(owner: Any, name: str, value: Any) -> None:
 
 @runtime_checkable
 class ReturnsShard(Protocol):
-    """A strategy of which each rank keeps a part of the module, and returns that alone."""
+    """A strategy whose ranks each store, and return, only a part of the module."""
 
     def keep_sharded(self) -> None:
-        """Leave the module sharded when a run ends; :meth:`release_shard` is called then."""
+        """Leave the module sharded when a run ends; then :meth:`release_shard` is called."""
 
     def release_shard(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what this rank returns, by name, dense, and free it, one tensor at a time."""
+        """Yield the tensors that this rank returns, by name, dense, and free them one by one."""
 
 
-def returned_by(strategy: Strategy, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a rank returns after a run; without sharding, the first one returns all."""
+def returned_tensors(strategy: Strategy, rank: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a rank returns after a run; without sharding, rank 0 returns all."""
     if isinstance(strategy, ReturnsShard):
         yield from strategy.release_shard()
     elif rank == 0 and strategy.lightning_module is not None:
@@ -188,18 +188,18 @@ def returned_by(strategy: Strategy, rank: int) -> Iterator[tuple[str, Tensor]]:
         yield from chain(module.named_parameters(), module.named_buffers())
 
 
-def write(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """Write named tensors to a file, each before the next one is asked for."""
+def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
+    """Write named tensors to a file, each before the next one is generated."""
     with path.open("wb") as file:
         for name, tensor in tensors:
             pickle.dump((name, tensor.dtype, tensor.shape), file)
             file.write(_bytes_of(tensor.detach().cpu().contiguous()))
 
 
-def read(path: Path, module: nn.Module) -> None:
+def read_tensors(path: Path, module: nn.Module) -> None:
     """Read the tensors of a file, one at a time, into those of ``module`` that have their names.
 
-    What has another shape or dtype, or is on the meta device, gets memory of its own.
+    A tensor of ``module`` with another shape or dtype, or on the meta device, gets new memory.
     """
     targets = dict(
         chain(
@@ -217,7 +217,7 @@ def read(path: Path, module: nn.Module) -> None:
 
 
 def _replace(target: Tensor, values: Tensor) -> None:
-    """Copy into the memory of a tensor, which views may share, or give it that of ``values``."""
+    """Copy values into the memory of a tensor, which views may share, or replace the memory."""
     if target.is_meta:
         swap_values(target, values.requires_grad_(target.requires_grad))
     elif target.shape == values.shape and target.dtype == values.dtype:
@@ -227,6 +227,6 @@ def _replace(target: Tensor, values: Tensor) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)

@@ -1,4 +1,4 @@
-"""Why a call has failed: what its ranks report, and how processes ended that report nothing."""
+"""Finds why a call has failed: by reports of its ranks, and by how other processes ended."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from pathlib import Path
 from typing import cast
 
 from lightning_axosparse.distributed.rank_status import RanksStuckError, describe_end, read_status
-from lightning_axosparse.strategy.launcher.pickling import load, save, survives
+from lightning_axosparse.strategy.launcher.pickling import can_be_copied, load, save
 from lightning_axosparse.support.troubleshooting import see
 
 _SEE = see("failing-and-waiting-ranks")
 _CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 _PACKAGE = str(Path(__file__).parents[2])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_PATIENCE = 1.0  # seconds for guards, which mpiexec does not know, to note how ranks have ended
-_FRAMES = 3  # shown of a traceback without frames of the user
+_REPORT_SECONDS = 1.0  # for guards to note how ranks have ended, as mpiexec does not wait for them
+_FRAMES = 3  # shown of a traceback without frames of the user's code
 
 
 class RankFailedError(RuntimeError):
-    """A rank was killed, waits in vain, or has raised what this process cannot raise again.
+    """A rank was killed, waits in vain, or has raised an exception that cannot be copied.
 
-    Other exceptions of ranks reach the caller as themselves. The message names the rank, its stage
-    and its replica. If the rank was killed, it says what the rank did then; if ranks wait for one
-    another, what each does.
+    Other exceptions of ranks are raised again in the caller. The message names the rank, its stage
+    and its replica. If the rank was killed, it says what the rank was doing; if ranks wait for one
+    another, what each is doing.
 
     Args:
-        message: in words.
-        lost: whether a process was killed, so that the call may succeed when it begins again.
+        message: the message.
+        was_killed: whether a process was killed, so that the call may succeed after a restart.
     """
 
-    def __init__(self, message: str, lost: bool = False) -> None:
+    def __init__(self, message: str, was_killed: bool = False) -> None:
         super().__init__(message)
-        self.lost = lost
+        self.was_killed = was_killed
 
 
 @dataclass(frozen=True)
-class Report:
-    """An exception that ended a rank, as the rank reports it.
+class FailureReport:
+    """The report of a rank on the exception that ended it.
 
     Attributes:
         when: seconds of the host's clock; the first failure is the cause of the others.
-        rank: the rank, in words.
-        exception: what the caller raises; None if that cannot be pickled, or ends a process.
+        rank: describes the rank.
+        exception: the exception; None if it cannot be pickled, or is one that ends a process.
         headline: its class and message.
         frames: file, line number and function of each frame of its traceback.
         trace: the whole traceback, as text; empty if the message says everything.
@@ -62,11 +62,11 @@ class Report:
     trace: str
 
     @classmethod
-    def of(cls, exception: BaseException, rank: str) -> Report:
-        """The report of a rank that has just caught ``exception``."""
+    def of(cls, exception: BaseException, rank: str) -> FailureReport:
+        """Create the report of a rank that has just caught ``exception``."""
         if isinstance(exception, RanksStuckError):
             return cls(time.time(), rank, None, str(exception), [], "")
-        returns = isinstance(exception, Exception) and survives(exception, {})
+        returns = isinstance(exception, Exception) and can_be_copied(exception, {})
         frames = traceback.extract_tb(exception.__traceback__)
         return cls(
             time.time(),
@@ -78,17 +78,18 @@ class Report:
         )
 
     def write(self, folder: Path, name: str) -> None:
-        """Write it into the folder of the call, as that of the rank whose stub has this name."""
+        """Write the report into the folder of the call, for the rank whose stub has this name."""
         partial = folder / f"partial-{name}"
         save(self, partial)
         partial.rename(folder / f"failure-{name}")
 
     def error(self) -> Exception:
-        """The exception for the caller, with the rank and the frames of the user's code."""
+        """Return the exception for the caller, with the rank and the frames of the user's code."""
         if not self.trace:
             return RankFailedError(self.headline)
-        shown = [frame for frame in self.frames if _is_users(frame[0])] or self.frames[-_FRAMES:]
-        # Here and not on the rank: this process knows the lines of a notebook's cells.
+        own_frames = [frame for frame in self.frames if _is_users(frame[0])]
+        shown = own_frames or self.frames[-_FRAMES:]
+        # Formatted here and not on the rank, as only this process has the cells of a notebook.
         lines = "".join(traceback.StackSummary.from_list(shown).format())
         file, path = tempfile.mkstemp(prefix="axosparse-traceback-", suffix=".txt")
         with open(file, "w") as whole:
@@ -108,18 +109,20 @@ def _is_users(file: str) -> bool:
     return not packages and not file.startswith((_PACKAGE, _STANDARD_LIBRARY, "<frozen "))
 
 
-def error_of(folder: Path, code: int) -> Exception:
-    """What the caller of a failed call raises, by whatever happened first.
+def call_error(folder: Path, code: int) -> Exception:
+    """Return the exception for the caller of a failed call: the one that happened first.
 
-    ``code`` is that of mpiexec; 0 if it was stopped because a process had ended.
+    Args:
+        folder: of the call.
+        code: the exit code of mpiexec; 0 if it was stopped because a process had ended.
     """
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _REPORT_SECONDS
     while time.monotonic() < deadline:
-        reports: list[Report] = [load(file) for file in folder.glob("failure-*")]
+        reports: list[FailureReport] = [load(file) for file in folder.glob("failure-*")]
         ends = [line.split() for line in (folder / "ends").read_text().splitlines()]
         if reports or ends or code < 0:
             break
-        time.sleep(_PATIENCE / 20)
+        time.sleep(_REPORT_SECONDS / 20)
     report = min(reports, key=lambda report: report.when, default=None)
     if report is None and code < 0:
         killer = signal.Signals(-code).name
@@ -127,17 +130,17 @@ def error_of(folder: Path, code: int) -> Exception:
         return RankFailedError(message + _SEE, _is_crash(code))
     end = min(ends, key=lambda end: float(end[0]), default=None)
     if end is not None and (report is None or float(end[0]) < report.when):
-        return _unreported(folder, int(end[1]), name=end[2])
+        return _error_without_report(folder, int(end[1]), name=end[2])
     if report is not None:
         return report.error()
     return RankFailedError(f"mpiexec ended with exit code {code}: see its output above." + _SEE)
 
 
-def _unreported(folder: Path, code: int, name: str) -> RankFailedError:
-    """The error for a process that has neither finished nor reported an exception."""
+def _error_without_report(folder: Path, code: int, name: str) -> RankFailedError:
+    """Return the error for a process that has neither finished nor reported an exception."""
     if name == "mpiexec":
         message = "The proxy of mpiexec was killed, and its ranks with it."
-        return RankFailedError(message + _SEE, lost=True)
+        return RankFailedError(message + _SEE, was_killed=True)
     message, file = f"A rank {describe_end(code)}", folder / f"status-{name}"
     if file.exists():
         status = read_status(str(file))
@@ -146,5 +149,5 @@ def _unreported(folder: Path, code: int, name: str) -> RankFailedError:
 
 
 def _is_crash(code: int) -> bool:
-    """Whether an exit code is that of a process that was killed, and not asked to end."""
+    """Whether an exit code is that of a process that was killed, not asked to end."""
     return -code in signal.valid_signals() and signal.Signals(-code).name in _CRASHES

@@ -1,11 +1,11 @@
-"""Keeps a process that has imported what ranks need, and forks the ranks of all calls from it.
+"""A process that has imported the modules that ranks need, and of which all ranks are forks.
 
-A rank is a fork that has run nothing yet: it is as fresh as a new Python, and starts without the
-seconds of imports. What a call leaves in it (modules, settings, memory) ends with it.
+A rank is a fork in which no call has run: it is as fresh as a new Python, but needs no seconds for
+imports. Changes by a call (modules, settings, memory) end with it.
 
 mpiexec starts a stub for each rank, which sends its environment and files to this server. The
-server forks a guard for it, and the guard forks the rank, tells the stub how that has ended, and
-kills it if the stub is killed. Ranks do not need the server, which may end before them.
+server forks a guard for it, and the guard forks the rank, sends the stub its exit code, and kills
+it if the stub is killed. Ranks do not need the server, which may end before them.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from lightning_axosparse.strategy.launcher import stub
 from lightning_axosparse.strategy.launcher.mpiexec import environment
 
 IDLE_SECONDS = 600.0
-"""How long the process waits for the next call."""
+"""Seconds for which the server waits for the next call."""
 
-COLD = (sys.executable, "-m")
+COLD_COMMAND = (sys.executable, "-m")
 """The command of a rank without a server, before the module that it runs."""
 
 _WORKER = "lightning_axosparse.strategy.launcher.worker"
 
-# What may be unlike in two calls without being read by any imported module.
-_OF_ONE_CALL = {
+# Variables that may differ between two calls, as no imported module reads them.
+_IGNORED_VARIABLES = {
     *("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "PYTEST_CURRENT_TEST"),
     *("PYTHONPATH", "COLUMNS", "LINES"),
 }
 
-# Without collecting garbage, imports take less time. What is registered first is called last.
+# Imports are faster without garbage collection. The function registered first is called last.
 _CODE = """
 import atexit, gc
 gc.disable()
@@ -61,16 +61,17 @@ _lock = threading.Lock()
 
 
 def prepare() -> ForkServer | None:
-    """Let a server import what ranks need, while this process does something else.
+    """Start the server, which imports modules while this process does something else.
 
-    There is none with CUDA, which a fork cannot use if its parent has loaded it, and on other
-    systems than Linux.
+    Returns:
+        The server; None on other systems than Linux, and with CUDA, which a fork cannot use if its
+        parent has loaded it.
     """
     global _server
     if not hasattr(os, "pidfd_open") or torch.cuda.is_available():
         return None
     with _lock:
-        if _server is None or not _server.fits():
+        if _server is None or not _server.is_current():
             if _server is not None:
                 _server.end()
             _server = ForkServer()
@@ -78,18 +79,18 @@ def prepare() -> ForkServer | None:
 
 
 def rank_command(folder: Path) -> list[str]:
-    """The command that runs the call of a folder on a rank."""
+    """Return the command that runs the call of a folder on a rank."""
     server = prepare()
     address = "" if server is None else server.address
-    return [sys.executable, "-I", "-S", stub.__file__, str(folder), address, *COLD, _WORKER]
+    return [sys.executable, "-I", "-S", stub.__file__, str(folder), address, *COLD_COMMAND, _WORKER]
 
 
 @atexit.register
 def close_ranks() -> None:
-    """End the process that is kept for the ranks of this process's next call, if there is one.
+    """End the process that waits for the next call of this one, to fork its ranks.
 
-    It takes some hundred MB of memory and no time of a core. It ends by itself when no call has
-    used it for ten minutes, and with this process. The call after that takes seconds to start.
+    It uses some hundred MB of memory, but no core. It ends by itself when no call has used it for
+    ten minutes, and with this process. The next call then takes seconds to start.
     """
     global _server
     with _lock:
@@ -99,12 +100,12 @@ def close_ranks() -> None:
 
 
 class ForkServer:
-    """A process that forks ranks, as the process that has started it sees it."""
+    """A handle of the server, in the process that has started it."""
 
     def __init__(self) -> None:
         self._caller, self._settings = os.getpid(), _settings()
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(b"")  # The system finds a name, which is no file.
+            listener.bind(b"")  # The system chooses a name, which is not that of a file.
             listener.listen(socket.SOMAXCONN)
             self.address = listener.getsockname()[1:].decode()
             """The name of its socket; connections wait until it has started."""
@@ -119,32 +120,32 @@ class ForkServer:
                 start_new_session=True,
             )
 
-    def fits(self) -> bool:
-        """Whether it runs, with the settings that a new one would have."""
+    def is_current(self) -> bool:
+        """Whether the server runs with the settings that a new one would have."""
         same = (self._caller, self._settings) == (os.getpid(), _settings())
         return same and self.process.poll() is None
 
     def end(self) -> None:
-        """End it, unless it is that of the process from which this one was forked."""
+        """End the server, unless another process, of which this one is a fork, has started it."""
         if self._caller == os.getpid():
             self.process.kill()
             self.process.wait()
 
 
 def _settings() -> tuple[Any, ...]:
-    """What a process has from its start on."""
-    variables = {k: v for k, v in environment().items() if k not in _OF_ONE_CALL}
+    """Return the settings that a process has from its start on: variables and limits."""
+    variables = {k: v for k, v in environment().items() if k not in _IGNORED_VARIABLES}
     return variables, Path("/proc/self/limits").read_text()
 
 
 def serve(listening: int, caller: int, idle_seconds: float) -> None:
-    """Fork ranks until the caller has ended, or has not used any for long."""
+    """Fork ranks until the caller has ended, or has made no call for long."""
     importlib.import_module(_WORKER)
     os.chdir("/")
     gc.collect()
     gc.freeze()  # A fork would copy every page of these objects to collect garbage.
     gc.enable()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for guards.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The server does not wait for guards.
     listener, caller_ends = socket.socket(fileno=listening), os.pidfd_open(caller)
     while True:
         ready, _, _ = select.select([listening, caller_ends], [], [], idle_seconds)
@@ -168,7 +169,7 @@ def _has_children() -> bool:
 
 
 def _guard(connection: socket.socket) -> NoReturn:
-    """Fork the rank that a stub asks for, and keep watch over it."""
+    """Fork the rank for a stub, and watch it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if stub.user_of(connection) != os.getuid():
         os._exit(1)
@@ -180,16 +181,16 @@ def _guard(connection: socket.socket) -> NoReturn:
         _run_rank(request, files)
     for file in files:
         os.close(file)
-    with suppress(OSError):  # It may have done so itself.
+    with suppress(OSError):  # The rank may have done so itself.
         os.setpgid(rank, rank)
     call, name, _ = request["arguments"]
-    stub.keep_watch(rank, connection, call, name)
+    stub.watch(rank, connection, call, name)
 
 
 def _run_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
-    """Run the worker in this fork, as a Python that the stub starts would do."""
+    """Run the worker in this fork, as a Python started by the stub would."""
     try:
-        _take_place_of_stub(files, **request)
+        _inherit_from_stub(files, **request)
         sys.argv = [_WORKER, *request["arguments"]]
         importlib.import_module(_WORKER).main(*request["arguments"])
     except BaseException:
@@ -198,7 +199,7 @@ def _run_rank(request: dict[str, Any], files: list[int]) -> NoReturn:
     sys.exit()
 
 
-def _take_place_of_stub(
+def _inherit_from_stub(
     files: list[int],
     environment: dict[str, str],
     folder: str,
@@ -206,7 +207,7 @@ def _take_place_of_stub(
     cores: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """Set what a process inherits to what the stub has inherited."""
+    """Set the files, environment and other settings that a process started by the stub inherits."""
     os.setpgrp()
     for number, file in enumerate(files[:3]):
         os.dup2(file, number)
@@ -224,15 +225,15 @@ def _take_place_of_stub(
 
 
 def end() -> None:
-    """End this process, without freeing all objects, which would take a second of a core.
+    """End this process without freeing all objects, which would take a second of a core.
 
-    Everything else that the interpreter does at exit is done.
+    All other steps of the interpreter at exit are done.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not `os._exit`: MPICH takes leave of mpiexec in a function that C calls at exit. The lock of
-    # Python that is held meanwhile keeps daemon threads from going on.
+    # Not `os._exit`: MPICH signs off from mpiexec in a function that C calls at exit. `PyDLL` holds
+    # the interpreter's lock meanwhile, so that daemon threads do not run.
     ctypes.PyDLL(None).exit(0)

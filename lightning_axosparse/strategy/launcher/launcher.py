@@ -1,4 +1,4 @@
-"""Runs a Trainer's call on ranks of its own, with the effects of a call in this process."""
+"""Runs a Trainer's call on new ranks, with the same effects as a call in this process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,14 @@ from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import fork_server, mpiexec
 from lightning_axosparse.strategy.launcher.call import Call, ProcessState, origin_of_main
-from lightning_axosparse.strategy.launcher.changes import read
-from lightning_axosparse.strategy.launcher.failure import RankFailedError, error_of
+from lightning_axosparse.strategy.launcher.changes import read_tensors
+from lightning_axosparse.strategy.launcher.failure import RankFailedError, call_error
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
-from lightning_axosparse.strategy.launcher.restart import Note, begun_again, noted_checkpoints
+from lightning_axosparse.strategy.launcher.restart import (
+    SavedCheckpoint,
+    recorded_checkpoints,
+    restarted_call,
+)
 from lightning_axosparse.support.files import temporary_folder
 from lightning_axosparse.support.troubleshooting import see, without_link
 
@@ -35,7 +39,7 @@ _SEE = see("failing-and-waiting-ranks")
 
 @runtime_checkable
 class ValidatesFit(Protocol):
-    """A strategy or callback that can detect before the launch what would fail on every rank."""
+    """A strategy or callback that detects errors before the launch."""
 
     def validate_fit(self, trainer: Trainer) -> None:
         """Raise if the trainer, its module or its callbacks cannot work."""
@@ -44,13 +48,17 @@ class ValidatesFit(Protocol):
 class MPILauncher(_Launcher):
     """Starts ranks by ``mpiexec`` for each call; between calls there are none.
 
-    The call and all objects that it refers to are copied to every rank. Afterwards the weights of
+    The call and all objects to which it refers are copied to every rank. Afterwards the weights of
     all ranks, and rank 0's metrics, progress and the changed attributes of the module, the
-    callbacks, the loggers and the datamodule are written into the caller's own objects.
+    callbacks, the loggers and the datamodule are copied into the caller's own objects.
 
-    The files of a call are in a temporary folder. The caller writes ``call``; rank 0 ``result`` and
-    ``checkpoints``; each rank ``status-STUB``, ``weights-RANK``, and ``done-STUB`` or
-    ``failure-STUB``; and the guard of a rank that has written none of both a line of ``ends``.
+    The files of a call are in a temporary folder::
+
+        call                        the call, by the caller
+        result, checkpoints         the result of rank 0, and the checkpoints that it has saved
+        status-STUB, weights-RANK   the status and the weights of each rank
+        done-STUB or failure-STUB   how a rank has ended, by the rank
+        ends                        a line for each rank that has written neither, by its guard
     """
 
     def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:
@@ -58,7 +66,7 @@ class MPILauncher(_Launcher):
         self._processes = processes
         self._restarts = restarts
         self.ranks_failed = False
-        """Whether the last call has failed on its ranks, so that its effects are not here."""
+        """Whether the last call has failed on its ranks, so that its effects were not copied."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
         fork_server.prepare()
 
@@ -77,8 +85,8 @@ class MPILauncher(_Launcher):
         """Call ``function(*args, **kwargs)`` on every rank and return the result of rank 0.
 
         Raises:
-            Exception: what a rank has raised, if it can be pickled.
-            RankFailedError: if a rank has ended in another way.
+            Exception: the exception of a rank, if it can be pickled.
+            RankFailedError: if a rank has failed in another way.
             MisconfigurationException: if there is no MPI, or the call cannot be pickled.
         """
         check_can_start(self._processes)
@@ -89,34 +97,34 @@ class MPILauncher(_Launcher):
             restore_handlers_in_teardown(trainer)
         state = ProcessState.of_this_process()
         call = Call(function, args, kwargs, trainer, state, origin_of_main())
-        saved: list[Note] = []
+        saved: list[SavedCheckpoint] = []
         with _terminate_ranks_first():
             for restart in range(1, self._restarts + 1):
                 try:
-                    return self._attempt(call, saved)
+                    return self._run_once(call, saved)
                 except RankFailedError as error:
-                    if not error.lost:
+                    if not error.was_killed:
                         raise
-                    call, where = begun_again(call, saved)
+                    call, where = restarted_call(call, saved)
                     which = f"Restart {restart} of {self._restarts}: from {where}."
                     rank_zero_warn(f"{without_link(error)}. {which}" + _SEE)
-            return self._attempt(call, saved)
+            return self._run_once(call, saved)
 
-    def _attempt(self, call: Call, saved: list[Note]) -> Any:
-        """Run a call on ranks, and return the result of rank 0; add what it has saved."""
-        known = call.known_objects
+    def _run_once(self, call: Call, saved: list[SavedCheckpoint]) -> Any:
+        """Run a call on ranks and return the result of rank 0; add its checkpoints to ``saved``."""
+        named = call.named_objects
         with temporary_folder() as folder:
-            self._write(call, folder / "call")
+            self._save(call, folder / "call")
             (folder / "ends").touch()
             self.ranks_failed = True
             try:
-                self._run(folder)
+                self._run_ranks(folder)
             finally:
-                saved += noted_checkpoints(folder / "checkpoints")
-            value, changes, state = load(folder / "result", known)
+                saved += recorded_checkpoints(folder / "checkpoints")
+            value, changes, state = load(folder / "result", named)
             state.restore()
             if call.trainer is not None:
-                changes.apply(known)
+                changes.apply(named)
                 self._read_weights(call.trainer, folder)
         self.ranks_failed = False
         return value
@@ -124,15 +132,15 @@ class MPILauncher(_Launcher):
     def _read_weights(self, trainer: Trainer, folder: Path) -> None:
         if trainer.lightning_module is not None:
             for rank in range(self._processes):
-                read(folder / f"weights-{rank}", trainer.lightning_module)
+                read_tensors(folder / f"weights-{rank}", trainer.lightning_module)
             trainer.strategy.connect(trainer.lightning_module)
 
     def kill(self, signum: int) -> None:
-        """Send a signal to the ranks, if any are running."""
+        """Send a signal to the ranks, if they are running."""
         if self._mpiexec is not None and self._mpiexec.poll() is None:
             self._mpiexec.send_signal(signum)
 
-    def _write(self, call: Call, file: Path) -> None:
+    def _save(self, call: Call, file: Path) -> None:
         self._strategy._launcher = None  # The ranks call the function themselves.
         try:
             save(call, file)
@@ -141,8 +149,8 @@ class MPILauncher(_Launcher):
         finally:
             self._strategy._launcher = self
 
-    def _run(self, folder: Path) -> None:
-        """Run the worker on every rank, until all have ended."""
+    def _run_ranks(self, folder: Path) -> None:
+        """Run the worker on every rank until all have ended."""
         outputs = [mpiexec.Output(sys.stdout), mpiexec.Output(sys.stderr)]
         command = fork_server.rank_command(folder)
         self._mpiexec = process = mpiexec.start(self._processes, command, outputs)
@@ -155,7 +163,7 @@ class MPILauncher(_Launcher):
         finally:
             self._mpiexec = None
         if code != 0 or not (folder / "result").exists():
-            raise error_of(folder, code)
+            raise call_error(folder, code)
 
 
 class _Terminated(SystemExit):
@@ -167,7 +175,7 @@ class _Terminated(SystemExit):
 
 @contextmanager
 def _terminate_ranks_first() -> Iterator[None]:
-    """On SIGTERM, let the ranks end before the signal has its usual effect in this process."""
+    """On SIGTERM inside the context, end the ranks before the signal has its usual effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -190,7 +198,7 @@ def _terminate_ranks_first() -> Iterator[None]:
 
 
 def _unpicklable(call: Call, error: Exception) -> MisconfigurationException:
-    roots = {**call.known_objects, "the call": (call.function, call.args, call.kwargs)}
+    roots = {**call.named_objects, "the call": (call.function, call.args, call.kwargs)}
     path, value = first_unpicklable(roots) or ("the call", call.function)
     return MisconfigurationException(
         f"The call cannot be copied to its ranks: {path} cannot be pickled. It is a "

@@ -49,34 +49,34 @@ _OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
-# All ranks are on this host: the listeners of UCX and libfabric need not be seen by others.
+# All ranks are on this host, so UCX and libfabric listen on the loopback device only.
 _LOOPBACK = {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"} if sys.platform == "linux" else {}
 _GRACE_SECONDS = 5  # for mpiexec to end the ranks
 _POLL_SECONDS = 0.05
 
 
 class Output:
-    """An output stream of this process, as the ranks write to it.
+    """An output stream of this process to which ranks write.
 
-    They write to its file where it has one. For the stream of a notebook, or a captured one, they
-    write to a pipe, and this process writes what it reads there.
+    If it has a file, they write to that. If not, as in a notebook or where it is captured, they
+    write to a pipe, which this process copies to the stream.
     """
 
     def __init__(self, stream: TextIO) -> None:
         stream.flush()
         self.target = _file_number(stream)
-        """Where mpiexec writes: a file number or ``subprocess.PIPE``."""
+        """The file number to which mpiexec writes, or ``subprocess.PIPE``."""
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def write(self, data: bytes) -> None:
-        """Write what was read from the pipe; no bytes mean its end."""
+        """Write data from the pipe; no bytes mean its end."""
         self._stream.write(self._decoder.decode(data, final=not data))
         self._stream.flush()
 
 
 def start(ranks: int, command: Sequence[str], outputs: Sequence[Output]) -> subprocess.Popen[bytes]:
-    """Start ``command`` on so many ranks of this node."""
+    """Start ``command`` on a number of ranks of this node."""
     stdout, stderr = outputs
     return subprocess.Popen(
         [str(find_mpiexec()), "-n", str(ranks), *command],
@@ -89,7 +89,7 @@ def start(ranks: int, command: Sequence[str], outputs: Sequence[Output]) -> subp
 
 
 def wait(process: subprocess.Popen[bytes], outputs: Sequence[Output], folder: Path) -> int:
-    """Write what the ranks write to pipes until mpiexec has ended; stop it if it outlives a rank.
+    """Copy the output of ranks from pipes until mpiexec has ended; stop it if it outlives a rank.
 
     Returns:
         The exit code of mpiexec, or 0 if it was stopped.
@@ -119,7 +119,7 @@ def wait(process: subprocess.Popen[bytes], outputs: Sequence[Output], folder: Pa
 def stop(process: subprocess.Popen[bytes], signum: int, folder: Path) -> None:
     """Send a signal to mpiexec, which sends it to the ranks; kill it if it does not end.
 
-    Ranks that have agreed to end, and save what the run leaves, get the time that they take.
+    Ranks that have agreed to end and are saving a checkpoint get the time that they need.
     """
     process.send_signal(signum)
     while True:
@@ -134,9 +134,9 @@ def stop(process: subprocess.Popen[bytes], signum: int, folder: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment variables of the ranks."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
-    variables = _OPEN_MPI | _IDLE_THREADS | _LOOPBACK | kept
+    """Return the environment variables of the ranks."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_RANK_VARIABLES)}
+    variables = _OPEN_MPI | _IDLE_THREADS | _LOOPBACK | inherited
     variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     if sys.stdout.isatty() and _file_number(sys.stdout) != subprocess.PIPE:
         # The ranks write to a pipe of mpiexec, and cannot see that a terminal shows their output.

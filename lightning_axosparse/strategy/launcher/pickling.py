@@ -1,10 +1,10 @@
 """Pickles objects between the caller and its ranks, with references to objects that both have.
 
 Tensors are saved by torch, and code of ``__main__`` and notebooks by value (cloudpickle). An object
-that both sides have (the trainer, the module, a callback) is saved as its name: what refers to it
-refers to the object of that name after loading. Classes and functions of ``__main__`` are put into
-the ``__main__`` of the process that loads them, because code looks them up there by name: pickle
-does for the hyperparameters in a checkpoint, jsonargparse for the classes in a configuration.
+that both have (the trainer, the module, a callback) is saved as its name, and loaded as the object
+of that name. Classes and functions of ``__main__`` are added to the ``__main__`` of the process
+that loads them, because code looks them up there by name: pickle for the hyperparameters in a
+checkpoint, jsonargparse for the classes in a configuration.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ import torch
 _PROTOCOL = 5
 
 
-def save(value: Any, file: Path | BinaryIO, known: Mapping[str, Any] | None = None) -> None:
-    """Write ``value`` to a file, and the objects of ``known`` as their names."""
+def save(value: Any, file: Path | BinaryIO, named: Mapping[str, Any] | None = None) -> None:
+    """Write ``value`` to a file, and the objects of ``named`` as their names."""
 
     class Pickler(_Pickler):
-        names = names_of(known or {})
+        names = names_by_id(named or {})
 
     module = SimpleNamespace(__name__="pickle", Pickler=Pickler)
     torch.save(value, file, pickle_module=module, pickle_protocol=_PROTOCOL)
 
 
-def load(file: Path | BinaryIO, known: Mapping[str, Any] | None = None) -> Any:
-    """Read what :func:`save` wrote; names become the objects of ``known``.
+def load(file: Path | BinaryIO, named: Mapping[str, Any] | None = None) -> Any:
+    """Read what :func:`save` wrote; names become the objects of ``named``.
 
     Tensors of a path are mapped from the file, copy-on-write.
     """
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            if (module, name) == (_known.__module__, _known.__qualname__):
-                return (known or {}).__getitem__
+            if (module, name) == (_load_by_name.__module__, _load_by_name.__qualname__):
+                return (named or {}).__getitem__
             return super().find_class(module, name)
 
     module = SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
@@ -53,13 +53,13 @@ def load(file: Path | BinaryIO, known: Mapping[str, Any] | None = None) -> Any:
     return torch.load(file, pickle_module=module, weights_only=False, mmap=mapped)
 
 
-def names_of(known: Mapping[str, Any]) -> dict[int, str]:
-    """The names of objects that both sides have, by their ``id``."""
-    return {id(value): name for name, value in known.items()}
+def names_by_id(named: Mapping[str, Any]) -> dict[int, str]:
+    """Return the names of objects by their ``id``."""
+    return {id(value): name for name, value in named.items()}
 
 
-def fingerprint(value: Any, names: Mapping[int, str]) -> bytes | None:
-    """A digest of the pickled value, or None if it cannot be pickled."""
+def pickle_digest(value: Any, names: Mapping[int, str]) -> bytes | None:
+    """Return a digest of the pickled value, or None if it cannot be pickled."""
     digest = hashlib.blake2b(digest_size=16)
     pickler = _Pickler(SimpleNamespace(write=digest.update), protocol=_PROTOCOL)
     pickler.names = names
@@ -70,26 +70,26 @@ def fingerprint(value: Any, names: Mapping[int, str]) -> bytes | None:
     return digest.digest()
 
 
-def survives(value: Any, known: Mapping[str, Any]) -> bool:
+def can_be_copied(value: Any, named: Mapping[str, Any]) -> bool:
     """Whether a value can be pickled and unpickled; some can only be pickled."""
     pickled = io.BytesIO()
     try:
-        save(value, pickled, known)
+        save(value, pickled, named)
         pickled.seek(0)
-        load(pickled, known)
+        load(pickled, named)
     except Exception:  # Objects may raise any exception.
         return False
     return True
 
 
 def first_unpicklable(roots: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """The path and value of the innermost attribute or item that cannot be pickled.
+    """Return the path and value of the innermost attribute or item that cannot be pickled.
 
     A reference from one of the roots to another can be pickled.
     """
     for name, root in roots.items():
         others = {other: value for other, value in roots.items() if value is not root}
-        if found := _search(root, name, names_of(others), visited=set()):
+        if found := _search(root, name, names_by_id(others), visited=set()):
             return found
     return None
 
@@ -97,7 +97,7 @@ def first_unpicklable(roots: Mapping[str, Any]) -> tuple[str, Any] | None:
 def _search(
     value: Any, path: str, names: Mapping[int, str], visited: set[int]
 ) -> tuple[str, Any] | None:
-    if id(value) in visited or fingerprint(value, names) is not None:
+    if id(value) in visited or pickle_digest(value, names) is not None:
         return None
     visited.add(id(value))
     for name, part in _parts(value):
@@ -121,10 +121,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, value: Any) -> Any:
         if id(value) in self.names:
-            return _known, (self.names[id(value)],)
+            return _load_by_name, (self.names[id(value)],)
         if _is_special_module(value):
             return importlib.import_module, (value.__name__,)
-        if _is_initialized_by_python(value):
+        if _skips_init(value):
             return copyreg.__newobj__, (type(value), *value.args), vars(value)  # type: ignore[attr-defined]
         reduced = super().reducer_override(value)
         if isinstance(reduced, tuple) and _is_of_main(value):
@@ -133,16 +133,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return reduced
 
 
-def _known(name: str) -> Any:
+def _load_by_name(name: str) -> Any:
     raise LookupError(
         f"{name!r} can only be loaded by lightning_axosparse.strategy.launcher.pickling.load."
     )
 
 
 def _is_special_module(value: Any) -> bool:
-    """Whether it is an object that has put itself in the place of a module.
+    """Whether an object has replaced a module in ``sys.modules``, as ``torch.backends.cudnn`` has.
 
-    Code that names ``torch.backends.cudnn`` refers to one, which cloudpickle would copy.
+    Cloudpickle would copy it.
     """
     return (
         isinstance(value, ModuleType)
@@ -151,10 +151,10 @@ def _is_special_module(value: Any) -> bool:
     )
 
 
-def _is_initialized_by_python(value: Any) -> bool:
-    """Whether it is an exception that is made anew without ``__init__`` of its class.
+def _skips_init(value: Any) -> bool:
+    """Whether to unpickle an exception without ``__init__`` of its class.
 
-    Pickle would give that ``args``, which need not be what it takes.
+    Pickle would call that with ``args``, which need not be the arguments that it takes.
     """
     return (
         isinstance(value, BaseException)

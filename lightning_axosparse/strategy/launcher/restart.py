@@ -1,4 +1,4 @@
-"""Notes the checkpoints of a run, so that a run that loses a rank can begin again from one."""
+"""Records the checkpoints of a run, so that it can restart from one after a rank was killed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
@@ -14,53 +14,61 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.strategy.launcher.call import Call
 from lightning_axosparse.support.remote_files import local_path
 
-_notes: Path | None = None
-
-Note = tuple[str, list[Any]]
-"""The path of a checkpoint, and the folders of the Trainer's checkpoint callbacks."""
+_record: Path | None = None
 
 
-def note_checkpoints_in(file: Path) -> None:
-    """Let this rank note the checkpoints of its run in a file."""
-    global _notes
-    _notes = file
+class SavedCheckpoint(NamedTuple):
+    """A checkpoint of a run.
+
+    Attributes:
+        path: its path.
+        folders: those of the Trainer's checkpoint callbacks, in their order.
+    """
+
+    path: str
+    folders: list[Any]
 
 
-def note_checkpoint(path: Any, checkpoint: dict[str, Any], trainer: Trainer) -> None:
-    """Note a checkpoint from which a run can go on, before it is written."""
-    if _notes is None or "optimizer_states" not in checkpoint:
+def record_checkpoints_in(file: Path) -> None:
+    """Let this rank record the checkpoints of its run in a file."""
+    global _record
+    _record = file
+
+
+def record_checkpoint(path: Any, checkpoint: dict[str, Any], trainer: Trainer) -> None:
+    """Record a checkpoint from which a run can continue, before it is written."""
+    if _record is None or "optimizer_states" not in checkpoint:
         return
     folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    with _notes.open("a") as file:
+    with _record.open("a") as file:
         file.write(json.dumps([str(path), folders], default=str) + "\n")
 
 
-def noted_checkpoints(file: Path) -> list[Note]:
-    """What a run has noted, the oldest first."""
+def recorded_checkpoints(file: Path) -> list[SavedCheckpoint]:
+    """Return the recorded checkpoints of a run, the oldest first."""
     lines = file.read_text().splitlines() if file.exists() else []
-    return [(path, folders) for path, folders in map(json.loads, lines)]
+    return [SavedCheckpoint(*json.loads(line)) for line in lines]
 
 
-def begun_again(call: Call, saved: list[Note]) -> tuple[Call, str]:
-    """The call that goes on from the newest whole checkpoint, and from where that is, in words."""
-    newest = next((note for note in reversed(saved) if _is_whole(note[0])), None)
+def restarted_call(call: Call, saved: list[SavedCheckpoint]) -> tuple[Call, str]:
+    """Return the call that continues from the newest complete checkpoint, and its description."""
+    newest = next((each for each in reversed(saved) if _is_complete(each.path)), None)
     if newest is None or call.trainer is None or not call.trainer.training:
         return call, "where it had begun, as it has saved no whole checkpoint"
-    path, folders = newest
-    # The callbacks go on in the folders that they have found for this run.
-    for callback, folder in zip(call.trainer.checkpoint_callbacks, folders, strict=True):
+    # The callbacks continue in the folders that they have chosen for this run.
+    for callback, folder in zip(call.trainer.checkpoint_callbacks, newest.folders, strict=True):
         if getattr(callback, "dirpath", folder) is None:
             vars(callback)["dirpath"] = folder
     given = inspect.signature(call.function).bind(*call.args)
-    given.arguments["ckpt_path"] = path
+    given.arguments["ckpt_path"] = newest.path
     if given.arguments.get("weights_only") is None:
         # Objects of the user's classes are loaded: the call's own ranks have written them.
         given.arguments["weights_only"] = False
-    return replace(call, args=given.args), f"'{path}'"
+    return replace(call, args=given.args), f"'{newest.path}'"
 
 
-def _is_whole(checkpoint: str) -> bool:
-    """Whether it is a local file or folder, as it was written."""
+def _is_complete(checkpoint: str) -> bool:
+    """Whether a path is that of a local checkpoint whose checksums are right."""
     path = local_path(checkpoint)
     if path is None or not path.exists():
         return False

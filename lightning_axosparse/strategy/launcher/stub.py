@@ -1,9 +1,10 @@
-"""What mpiexec starts as a rank: has another process run the call, and ends as that does.
+"""The process that mpiexec starts as a rank: another process runs the call, and this one waits.
 
-``python -I -S stub.py FOLDER ADDRESS COMMAND...``, with nothing but the standard library, so that
-it starts at once. The process is a fork of the server at the address, or runs the command where
-there is no server. It gets the signals of the stub, and ends with it. A guard, which mpiexec does
-not know, is the parent of the process, and notes in the folder of the call how it has ended.
+``python -I -S stub.py FOLDER ADDRESS COMMAND...`` imports only the standard library, so that it
+starts at once. The process that runs the call is a fork of the server at the address; without a
+server, it runs the command. It gets the signals of the stub, and ends with it; the stub ends with
+its exit code. A guard, which mpiexec does not know, is the parent of the process, and notes in the
+folder of the call how it has ended.
 """
 
 import ctypes
@@ -21,11 +22,11 @@ from typing import NoReturn
 _PR_SET_PDEATHSIG = 1
 _PARENT_ENDS = getattr(signal, "SIGRTMIN", signal.SIGUSR2)
 _MOMENT = 0.2
-"""Seconds. The files of a process are closed before it ends, which lets mpiexec kill its stub."""
+"""Seconds. A process ends a moment after its files are closed, at which mpiexec kills its stub."""
 
 
 def main(folder: str, address: str, *command: str) -> None:
-    """Have the call of a folder run, and end with its exit code."""
+    """Wait until another process has run the call of a folder, and end with its exit code."""
     signal.signal(_PARENT_ENDS, lambda *_: _end_with_mpiexec(folder))
     signal_when_parent_ends(_PARENT_ENDS)
     arguments = [folder, str(os.getpid()), str(os.getppid())]
@@ -33,8 +34,8 @@ def main(folder: str, address: str, *command: str) -> None:
     if "PMI_FD" in os.environ:
         os.close(int(os.environ["PMI_FD"]))  # mpiexec sees it closed when the process has ended.
     process = _receive(guard)
-    kept = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, _PARENT_ENDS}
-    for number in signal.valid_signals() - kept:
+    own_signals = {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, _PARENT_ENDS}
+    for number in signal.valid_signals() - own_signals:
         signal.signal(number, lambda number, _: os.kill(process, number))
     code = _receive(guard)
     os._exit(code if code >= 0 else 128 - code)
@@ -47,7 +48,7 @@ def signal_when_parent_ends(number: int) -> None:
 
 
 def user_of(connection: socket.socket) -> int:
-    """The user of the process at the other end."""
+    """Return the user of the process at the other end."""
     sizes = struct.Struct("3i")
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, sizes.size)
     return int(sizes.unpack(peer)[1])
@@ -90,13 +91,20 @@ def _start_guard(command: list[str], folder: str) -> socket.socket:
         process = os.posix_spawn(command[0], command, os.environ, setpgroup=0)
         if "PMI_FD" in os.environ:
             os.close(int(os.environ["PMI_FD"]))
-        keep_watch(process, theirs, folder, name)
+        watch(process, theirs, folder, name)
     theirs.close()
     return ours
 
 
-def keep_watch(process: int, stub: socket.socket, folder: str, name: str) -> NoReturn:
-    """Note how a process ends, tell that its stub, of this name, and end it with the stub."""
+def watch(process: int, stub: socket.socket, folder: str, name: str) -> NoReturn:
+    """Wait until a process ends: note how, and send its stub the exit code; end it with the stub.
+
+    Args:
+        process: its process ID.
+        stub: the connection to the stub.
+        folder: of the call.
+        name: of the stub.
+    """
     with suppress(OSError):  # The stub was killed.
         _send(stub, process)
     code = _wait(process, stub)
@@ -108,14 +116,14 @@ def keep_watch(process: int, stub: socket.socket, folder: str, name: str) -> NoR
         code = code or 1  # With 0, mpiexec would let the other ranks wait for this one.
     with suppress(OSError):
         if code != 0:
-            os.killpg(process, signal.SIGKILL)  # what it has started
+            os.killpg(process, signal.SIGKILL)  # also the processes that it has started
     with suppress(OSError):
         _send(stub, code)
     os._exit(0)
 
 
 def _wait(process: int, stub: socket.socket) -> int | None:
-    """The exit code of a process, negative for a signal; None if its stub has ended before."""
+    """Return the exit code of a process, negative for a signal; None if its stub ends before."""
     wakeup, from_signal = os.pipe()
     os.set_blocking(from_signal, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -136,8 +144,8 @@ def _wait(process: int, stub: socket.socket) -> int | None:
 
 
 def _note_end(folder: str, name: str, code: int) -> None:
-    """Add to a file in the folder of the call when and how a process has ended."""
-    # It makes no file of its own, as the caller may be about to remove the folder.
+    """Append to a file in the folder of the call when and how a process has ended."""
+    # It creates no file, as the caller may be about to remove the folder.
     with suppress(OSError), open(os.open(f"{folder}/ends", os.O_WRONLY | os.O_APPEND), "w") as file:
         file.write(f"{time.time()} {code} {name}\n")
 

@@ -26,10 +26,15 @@ from lightning_axosparse.distributed.rank_status import mark_finished, publish, 
 from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
 from lightning_axosparse.strategy.compat.lockstep import cause_of, save_together
 from lightning_axosparse.strategy.launcher.call import Call, ProcessState
-from lightning_axosparse.strategy.launcher.changes import ReturnsShard, Snapshot, returned_by, write
-from lightning_axosparse.strategy.launcher.failure import Report
+from lightning_axosparse.strategy.launcher.changes import (
+    ReturnsShard,
+    Snapshot,
+    returned_tensors,
+    write_tensors,
+)
+from lightning_axosparse.strategy.launcher.failure import FailureReport
 from lightning_axosparse.strategy.launcher.pickling import load, save
-from lightning_axosparse.strategy.launcher.restart import note_checkpoints_in
+from lightning_axosparse.strategy.launcher.restart import record_checkpoints_in
 from lightning_axosparse.strategy.launcher.stub import signal_when_parent_ends
 from lightning_axosparse.support.files import LOCK, keep_sockets_in
 
@@ -39,13 +44,13 @@ def main(path: str, stub: str, parent: str) -> None:
 
     Args:
         path: of the folder.
-        stub: the process ID of what mpiexec has started in the place of this process.
-        parent: that of the process that has started the stub.
+        stub: the process ID of the stub that mpiexec has started for this rank.
+        parent: the process ID of the stub's parent.
     """
     folder = Path(path)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Write whole lines, as on a terminal, so that the lines of ranks do not mix. That is not
-        # the default in a pipe, nor where Python runs unbuffered.
+        # Write whole lines, so that the lines of ranks do not mix. That is the default only on a
+        # terminal.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     threading.Thread(target=_end_with_caller, args=[folder], daemon=True).start()
     signal_when_parent_ends(signal.SIGKILL)
@@ -53,18 +58,18 @@ def main(path: str, stub: str, parent: str) -> None:
     world = world_communicator()
     this_rank().rank = world.rank
     call: Call | None = None
-    # From here on the others wait for a rank that ends in another way than by `Abort`.
+    # From here on the others would wait for a rank that ends without `Abort`.
     try:
         from lightning_axosparse.distributed.mpi import watchdog
 
         unlink_segments(world)
-        # Until the strategy sets its rank, every process would be rank zero for Lightning.
+        # Until the strategy sets its rank, Lightning treats every process as rank zero.
         vars(rank_zero_only).update(rank=world.rank)
         publish(world.rank, folder / f"status-{stub}", int(parent))
         if world.rank == 0:
-            note_checkpoints_in(folder / "checkpoints")
+            record_checkpoints_in(folder / "checkpoints")
         watchdog.before_abort.append(partial(_report, folder, stub))
-        # In place of this module, whose names the caller's may have, too.
+        # Replaces this module, whose names the caller's `__main__` may use, too.
         sys.modules["__main__"] = ModuleType("__main__")
         call = cast(Call, load(folder / "call"))
         check_connected()
@@ -86,7 +91,7 @@ def main(path: str, stub: str, parent: str) -> None:
 
 
 def _end_with_caller(folder: Path) -> None:
-    """Kill this process and its children as soon as the caller has ended, or leaves the folder."""
+    """Kill this process and its children when the caller has ended or unlocked the folder."""
     with (folder / LOCK).open() as lock:
         fcntl.lockf(lock, fcntl.LOCK_SH)
     shutil.rmtree(folder, ignore_errors=True)
@@ -94,24 +99,24 @@ def _end_with_caller(folder: Path) -> None:
 
 
 def _report(folder: Path, stub: str, exception: BaseException) -> None:
-    Report.of(exception, this_rank().name).write(folder, stub)
+    FailureReport.of(exception, this_rank().name).write(folder, stub)
     mark_finished()
 
 
 def _run(call: Call, folder: Path, rank: int) -> None:
     """Call the function and write this rank's weights; on rank 0 also its result and changes."""
-    snapshot = Snapshot(call.known_objects) if rank == 0 else None
+    snapshot = Snapshot(call.named_objects) if rank == 0 else None
     strategy: Any = None if call.trainer is None else call.trainer.strategy
     if isinstance(strategy, ReturnsShard):
         strategy.keep_sharded()
     function = partial(call.function, *call.args, **call.kwargs)
     value = function() if call.trainer is None else run_until_tuned(call.trainer, function)
     if strategy is not None:
-        write(returned_by(strategy, rank), folder / f"weights-{rank}")
+        write_tensors(returned_tensors(strategy, rank), folder / f"weights-{rank}")
     if snapshot is not None:
         changes = None if call.trainer is None else snapshot.changes()
         result = value, changes, ProcessState.of_this_process()
-        save(result, folder / "result", snapshot.known)
+        save(result, folder / "result", snapshot.named)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The layers and tensors that the stages of a rank have: which, how they are kept, and saved."""
+"""The layers and tensors of the stages of a rank: their choice, storage and checkpoints."""

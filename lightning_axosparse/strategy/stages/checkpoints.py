@@ -1,4 +1,4 @@
-"""Saves and loads the parts of a module, and of its optimizers, that each stage has.
+"""Saves and loads the parts of a module, and of its optimizers, that each stage stores.
 
 A checkpoint is dense, as one process writes it: one file, or a folder with a file of each stage.
 """
@@ -24,13 +24,13 @@ from lightning_axosparse.checkpoint.gather import (
     local_optimizer_state,
 )
 from lightning_axosparse.pipeline.shard.optimizers import OptimizerShards
-from lightning_axosparse.pipeline.shard.sharded_module import in_parts, load_values
+from lightning_axosparse.pipeline.shard.sharded_module import load_values, state_dict_allowed
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_parameters
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.launcher.restart import note_checkpoint
+from lightning_axosparse.strategy.launcher.restart import record_checkpoint
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_folder
 from lightning_axosparse.support.archive import all_made
@@ -38,48 +38,49 @@ from lightning_axosparse.support.torch_internals import tree_map_only
 
 
 class StageCheckpoints:
-    """The checkpoints of a module of which each rank has the tensors of its stages."""
+    """The checkpoints of a module whose ranks store only the tensors of their stages."""
 
     def __init__(
         self, config: Config, stage_module: StageModule, shards: OptimizerShards | None = None
     ) -> None:
         self._stage_module, self._shards = stage_module, shards
         self._as_folders = config.save_distributed_checkpoint
-        self._in_parts = config.g_inter > 1 or config.shares_layers or self._as_folders
-        # A regrid changes the groups.
+        self._is_sharded = config.g_inter > 1 or config.shares_layers or self._as_folders
+        # Functions, as a regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
-        self._parts = StageTensors(lambda: None if shards is None else stage_module.groups.data)
+        self._shard_tensors = StageTensors(
+            lambda: None if shards is None else stage_module.groups.data
+        )
 
     @property
     def _is_ordinary(self) -> bool:
-        """Whether this rank has the module as one process has it: all of it, and dense."""
-        parted = self._in_parts or self._shards is not None
-        return not (parted or sparse_parameters(self._stage_module.module))
+        """Whether this rank has the module as one process has it: full, and dense."""
+        is_sharded = self._is_sharded or self._shards is not None
+        return not (is_sharded or sparse_parameters(self._stage_module.module))
 
     def model_state(self) -> dict[str, Any]:
-        """The whole module's state on the first rank, an empty dict on others; collective."""
+        """Return the full module's state on the first rank, {} on others; collective."""
         stage_module = self._stage_module
         module, grid = stage_module.module, stage_module.grid
         if grid.replica > 0:
             if grid.replica < grid.g_expert:
-                stage_module.weight_parts.whole_values()
+                stage_module.weight_parts.gather_values()
             return {}
         if self._is_ordinary:
             return module.state_dict()
-        with in_parts(module):
-            whole = stage_module.weight_parts.whole_values()
+        with state_dict_allowed(module):
+            joined = stage_module.weight_parts.gather_values()
             if grid.pipeline_index > 0:
                 return {}
             for average in weight_averages(module.trainer):
                 stage_module.share_outer_buffers(average)
-            return self._for_hooks(
-                gather_model_state(stage_module.sharding, stage_module.stages, self._tensors, whole)
-            )
+            sharding, stages = stage_module.sharding, stage_module.stages
+            return self._for_hooks(gather_model_state(sharding, stages, self._tensors, joined))
 
     def optimizer_state(
         self, optimizer: Optimizer, ordinary: Callable[[Optimizer], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The whole optimizer's state on the first rank, an empty dict on others; collective."""
+        """Return the whole optimizer's state on the first rank, {} on others; collective."""
         stage_module = self._stage_module
         states = self._states(optimizer)
         if stage_module.grid.pipeline_index > 0:
@@ -93,27 +94,31 @@ class StageCheckpoints:
 
     @property
     def _sparse(self) -> dict[str, OwnedParameter]:
-        """The sparsely stored parameters whose whole state is that of their kept entries."""
+        """The sparse parameters whose state on this rank has all unpruned entries."""
         parts = self._stage_module.weight_parts.parameters
         sparse = sparse_parameters(self._stage_module.module)
         return {name: entry for name, entry in sparse.items() if name not in parts}
 
     def _states(self, optimizer: Optimizer) -> dict[str, Mapping[str, Any]]:
-        """The state of each parameter that this rank keeps, by name; collective over replicas.
+        """Return the state of this rank's parameters, by name; collective over the replicas.
 
-        What only the state is divided of, the first replica has whole, and the others nothing.
+        If replicas divide the state of a parameter, the first one gets all of it.
         """
-        held, parts = self._stage_module.sharding.held(), self._stage_module.weight_parts.parameters
-        shards = self._shards
-        states = {name: optimizer.state.get(parameter, {}) for name, parameter in held.items()}
+        stage_module, shards = self._stage_module, self._shards
+        local, parts = (
+            stage_module.sharding.local_parameters(),
+            stage_module.weight_parts.parameters,
+        )
+        states = {name: optimizer.state.get(parameter, {}) for name, parameter in local.items()}
         joined = {}
-        for name in (each for each in held if each in parts):
+        for name in (each for each in local if each in parts):
             state = states.pop(name)
-            state = state if shards is None else shards.whole(held[name], state)
-            joined[name] = parts[name].dense_state(state)
+            state = state if shards is None else shards.gather_state(local[name], state)
+            joined[name] = parts[name].gather_dense_state(state)
         if shards is not None:
-            states = gather_shards(states, held, self._parts)
-            states = self._made(states, self._parts) if self._is_read_by_hooks else states
+            states = gather_shards(states, local, self._shard_tensors)
+            if self._is_read_by_hooks:
+                states = self._written(states, self._shard_tensors)
         return {**states, **joined}
 
     def save(
@@ -123,12 +128,12 @@ class StageCheckpoints:
         tensors = self._tensors
         grid = self._stage_module.grid
         if grid.replica > 0 and self._shards is not None:
-            self._parts.serve()
+            self._shard_tensors.serve()
         elif grid.tensor_rank > 0:
-            self._parts.end()
+            self._shard_tensors.end()
         if grid.pipeline_index > 0:
             return
-        note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
+        record_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)
         if self._as_folders:
             validate_folder(path, storage_options)
@@ -140,18 +145,18 @@ class StageCheckpoints:
             tensors.end()
         else:
             tensors.serve()
-        self._parts.end()
+        self._shard_tensors.end()
 
     @property
     def _is_read_by_hooks(self) -> bool:
         return bool(has_hook(self._stage_module.module.trainer, "on_save_checkpoint"))
 
     def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A part of a checkpoint, whole on the first rank if a hook of the user reads it."""
-        return self._made(state, self._tensors) if self._is_read_by_hooks else state
+        """Return a state whose deferred tensors are written if a hook of the user reads them."""
+        return self._written(state, self._tensors) if self._is_read_by_hooks else state
 
-    def _made(self, state: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
-        """The state with its tensors made on the first rank, to which the others send them."""
+    def _written(self, state: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
+        """Write the deferred tensors of a state on the first rank, to which others send theirs."""
         if not tensors.is_first:
             tensors.serve()
             return state
@@ -160,7 +165,7 @@ class StageCheckpoints:
         return state
 
     def load_model(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's part of a whole module's state while the module is sharded."""
+        """Load this rank's part of the full module's state while the module is sharded."""
         stage_module = self._stage_module
         if not self._is_ordinary:
             state = local_model_state(state, stage_module.sharding, stage_module.stages)
@@ -169,22 +174,25 @@ class StageCheckpoints:
         load_values(stage_module.module, state, strict)
 
     def load_optimizer(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a whole optimizer's state."""
+        """Load this rank's part of the whole optimizer's state."""
         stage_module = self._stage_module
         if self._is_ordinary:
             load_whole_optimizer(optimizer, state, stage_module.device)
             return
         sparse = sparse_parameters(stage_module.module)
-        groups, held = stage_module.group_names(optimizer), stage_module.sharding.held()
+        groups = stage_module.group_names(optimizer)
         state = {**state, "state": stage_module.weight_parts.local_states(state["state"], groups)}
-        local = local_optimizer_state(state, groups, held, sparse)
-        optimizer.load_state_dict(local if self._shards is None else self._shards.divided(local))
+        parameters = stage_module.sharding.local_parameters()
+        local = local_optimizer_state(state, groups, parameters, sparse)
+        if self._shards is not None:
+            local = self._shards.shard_state_dict(local)
+        optimizer.load_state_dict(local)
         move_optimizers([optimizer], stage_module.device)
         restore_masters(optimizer, sparse.values())
 
 
 def load_whole_optimizer(optimizer: Optimizer, state: Mapping[str, Any], device: Any) -> None:
-    """Load the state of an optimizer that is all on this rank."""
-    # A copy, as the state would keep a mapped file.
+    """Load the whole state of an optimizer."""
+    # A copy, because the state would refer to a mapped file.
     optimizer.load_state_dict(tree_map_only(Tensor, Tensor.clone, dict(state)))
     move_optimizers([optimizer], device)

@@ -1,4 +1,4 @@
-"""Finds which layers each stage computes, and which tensors it keeps, before a run."""
+"""Assigns layers and tensors to stages before a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_axosparse.strategy.validation import validate_layers
 
 @runtime_checkable
 class PrunesByTicket(Protocol):
-    """A callback that prunes the weights by a ticket when fit starts, if it has one then."""
+    """A callback that prunes by a ticket when fit starts, if it was given one."""
 
     prunes_at_start: Literal[True]
     ticket: Ticket | None
@@ -58,71 +58,73 @@ class Partitioner:
         return range(self._config.g_inter) if is_alone else range(stage, stage + 1)
 
     @property
-    def are_divided(self) -> bool:
-        """Whether other ranks have stages of their own."""
+    def is_distributed(self) -> bool:
+        """Whether the stages are those of several ranks."""
         return len(self.stages) < self._config.g_inter
 
     @property
-    def are_measured(self) -> bool:
-        """Whether the stages are known only when all layers have run."""
+    def balances_by_time(self) -> bool:
+        """Whether layers are timed to partition them."""
         return self._config.g_inter > 1 and self._config.balance == "time"
 
     def partition(self) -> Partition:
-        """Partition the layers, by parameters; collective where batches show their order."""
+        """Partition the layers by parameters; collective if the order follows from a batch."""
         config, module = self._config, self.module
         partition = UNPARTITIONED
         if config.g_inter > 1 or config.recompute is not None:
             sizes = None if isinstance(config.balance, str) else config.balance
-            # Of layers on other ranks only the dense shapes are known.
-            in_part = is_left_sharded(module) or self._adopted is not None
-            with dense_shapes(module) if in_part else nullcontext():
+            # All ranks count dense shapes, as a rank has sparse weights of its own layers only.
+            is_sharded = is_left_sharded(module) or self._adopted_ticket is not None
+            with dense_shapes(module) if is_sharded else nullcontext():
                 partition = partition_layers(
                     module, config.pipeline, sizes, config.g_inter, self._call_order
                 )
         if config.microbatch_count > 1:
             validate_layers(partition)
-        if self.are_measured:
+        if self.balances_by_time:
             validate_example_input(module)
         return partition
 
     def balanced(self, partition: Partition) -> Partition:
         """Partition again by the times that the first rank measures, if ``balance="time"``."""
-        if self._config.g_inter == 1:
+        if not self.balances_by_time:
             return partition
-        if self.are_measured:
-            seconds: list[float] = []
-            with full_module(self.module, self._ranks.is_global_zero):
-                if self._ranks.is_global_zero:
-                    arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
-                    seconds = profile_example(self.module, *arguments)
-            partition = partition.by_time(self._ranks.broadcast(seconds))
-        return partition
+        seconds: list[float] = []
+        with full_module(self.module, self._ranks.is_global_zero):
+            if self._ranks.is_global_zero:
+                arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
+                seconds = profile_example(self.module, *arguments)
+        return partition.by_time(self._ranks.broadcast(seconds))
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The tensors that this rank keeps, and those that other ranks' stages alone have."""
+        """Return the tensors that this rank stores, and those that only other ranks store."""
         partition = self.partition()
         return Sharding(self.module, partition.names, partition.parts).split(self.stages)
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Load what this rank is going to keep of a whole module's state."""
-        kept, others = self.split()
-        allocate(kept.values())
-        load_values(self.module, state, strict, () if self.are_measured else others.values())
+        """Load this rank's tensors from the state of the full module."""
+        local, others = self.split()
+        allocate(local.values())
+        load_values(self.module, state, strict, () if self.balances_by_time else others.values())
 
-    def make_sparse(self, make: Callable[[Tensor], None]) -> None:
-        """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
-        ticket = self._adopted
+    def sparsify_adopted(self, write: Callable[[Tensor], None]) -> None:
+        """Sparsify the weights of this stage that an adopted ticket prunes.
+
+        Args:
+            write: writes the values of a deferred tensor, each just before it is sparsified.
+        """
+        ticket = self._adopted_ticket
         if ticket is None:
             return
-        kept, _ = self.split()
-        for name, mask in ticket.part(kept).items():
-            if mask.shape == kept[name].shape and self._keeps_dtype(kept[name].dtype):
-                make(kept[name])
+        local, _ = self.split()
+        for name, mask in ticket.part(local).items():
+            if mask.shape == local[name].shape and self._precision_keeps(local[name].dtype):
+                write(local[name])
                 sparsify(self.module, {name: mask})
 
     @property
-    def _adopted(self) -> Ticket | None:
-        """The ticket that a callback has before the layers are made in ``configure_model``."""
+    def _adopted_ticket(self) -> Ticket | None:
+        """The ticket that was given to a callback, if ``configure_model`` creates the layers."""
         trainer = trainer_of(self.module)
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return None
@@ -131,14 +133,14 @@ class Partitioner:
         pruning = (each for each in callbacks_of(trainer) if isinstance(each, PrunesByTicket))
         return next((each.ticket for each in pruning if each.ticket is not None), None)
 
-    def _keeps_dtype(self, dtype: torch.dtype) -> bool:
-        """Whether the precision leaves parameters of this dtype as they are."""
+    def _precision_keeps(self, dtype: torch.dtype) -> bool:
+        """Whether the precision plugin does not convert parameters of this dtype."""
         probe = nn.ParameterList([torch.empty(0, dtype=dtype)])
         converted = self._ranks.precision_plugin.convert_module(probe)
         return next(converted.parameters()).dtype == dtype
 
     def _call_order(self, module: nn.Module, layers: Mapping[str, str]) -> list[str]:
-        """The order in which the module's example or else a first step calls layers; collective."""
+        """Find the order of layers by the module's example, or else by a first step; collective."""
         order, trainer = order_of_example(module, layers), trainer_of(self.module)
         if order or trainer is None:
             return order

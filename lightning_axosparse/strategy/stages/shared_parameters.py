@@ -1,4 +1,4 @@
-"""Knows which ranks keep the same parameters as this one, and sums their gradients over them."""
+"""Groups this rank's parameters by the ranks that share them, and sums gradients over these."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lightning_axosparse.support.patched import patched
 
 
 class SharedParameters:
-    """The parameters that this rank keeps, by the ranks that keep the same ones.
+    """This rank's parameters, by the ranks that store the same ones.
 
-    Creating it is collective over the job.
+    Creating it is collective over all ranks.
 
     Args:
-        sharding: which tensors each stage keeps.
+        sharding: the stages that store each tensor.
         parts: the parameters of which this rank has a part.
         groups: the process groups of the grid.
 
     Attributes:
-        reducer: sums their gradients; None in a job of one rank, and where layers do not compute.
+        reducer: sums the gradients between :meth:`attach` and :meth:`detach`; None on one rank.
     """
 
     def __init__(self, sharding: Sharding, parts: WeightParts, groups: ProcessGroups) -> None:
@@ -39,10 +39,10 @@ class SharedParameters:
         self.reducer: GradientReducer | None = None
         self._reduces = True
         self._part: Part | None = None
-        self.place_in(groups)
+        self.set_groups(groups)
 
-    def place_in(self, groups: ProcessGroups) -> None:
-        """Take in the process groups of a grid; collective over the job."""
+    def set_groups(self, groups: ProcessGroups) -> None:
+        """Set the process groups of a grid; collective over all ranks."""
         self._groups, self._grid = groups, groups.grid
         if self._grid.g_inter > 1:
             groups.create_shared(self._sharding.holders.values())
@@ -61,15 +61,15 @@ class SharedParameters:
 
     @property
     def step_reducer(self) -> GradientReducer | None:
-        """The reducer of the running step; None where its gradients stay on this rank."""
+        """The reducer of the running step; None if its gradients are not reduced."""
         return self.reducer if self._reduces else None
 
-    def kept_local(self) -> AbstractContextManager[None]:
-        """Omit the all-reduce inside the context."""
+    def without_reduction(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients are not reduced."""
         return patched(self, "_reduces", False)
 
     def divide(self, part: Part) -> None:
-        """Keep only this replica's part of each gradient from the time that it is reduced."""
+        """Let each gradient, once it is reduced, have only this replica's part."""
         self._part = part
         if self.reducer is not None:
             self.reducer.part = part
@@ -80,35 +80,35 @@ class SharedParameters:
             self.reducer.wait_for(parameters)
 
     def replicas_of(self, parameter: Tensor) -> dist.ProcessGroup | None:
-        """The ranks that keep the same values of a parameter of this rank; None for it alone."""
+        """Return the ranks that store the same values of a parameter; None for this rank alone."""
         groups = self._groups
-        group = groups.same_experts if parameter in self._spread() else groups.data
+        group = groups.same_experts if parameter in self._spread_experts() else groups.data
         return None if group is None or group.size() == 1 else group
 
     def sharing_batch(self, parameters: Collection[nn.Parameter]) -> dict[nn.Parameter, Any]:
-        """The ranks that have each a part of a batch's gradient of these parameters of this rank.
+        """Return the ranks whose gradients of some parameters add up to those of a batch.
 
         Returns:
-            By parameter, in the same order on all ranks, the process group; None for this rank.
+            The process group of each parameter, in the same order on all ranks; None for this rank.
         """
-        held = self._sharding.held() if parameters else {}
+        local = self._sharding.local_parameters() if parameters else {}
         return {
             parameter: self._groups.holding_batch(self._holders(name))
-            for name, parameter in held.items()
+            for name, parameter in local.items()
             if parameter in parameters
         }
 
     def broadcast_weights(self) -> None:
-        """Give every replica the first one's parameters."""
-        for name, parameter in self._sharding.held().items():
+        """Broadcast the first replica's parameters to all replicas."""
+        for name, parameter in self._sharding.local_parameters().items():
             broadcast_first(parameter.data, self._groups.holding(self._holders(name)))
             broadcast_first(parameter.data, self._groups.tensor)
 
     def _reduction_groups(self) -> list[ReductionGroup]:
-        """The kept parameters by the ranks that keep them, in the same order on all ranks."""
+        """Group this rank's parameters by the ranks that store them, alike on all ranks."""
         by_stages: dict[frozenset[int], list[nn.Parameter]] = {}
-        experts, spread = [], self._spread()
-        for name, parameter in self._sharding.held().items():
+        experts, spread = [], self._spread_experts()
+        for name, parameter in self._sharding.local_parameters().items():
             if parameter in spread:
                 experts.append(parameter)
             else:
@@ -123,18 +123,18 @@ class SharedParameters:
             reduced.append(ReductionGroup(self._groups.same_experts, experts))
         return reduced
 
-    def _spread(self) -> set[Tensor]:
-        """The parameters of experts of which this rank has some."""
+    def _spread_experts(self) -> set[Tensor]:
+        """Return the parameters of experts that are spread over ranks."""
         parts, experts = self._parts.parameters.values(), self._groups.experts
         return {part.entry.parameter for part in parts if part.group is experts}
 
     def _holders(self, name: str) -> frozenset[int]:
-        """The stages that keep a parameter, counted as the grid counts them."""
+        """Return the stages that store a parameter, by their numbers in the grid."""
         stages = self._sharding.holders_of(name)
         return stages if self._grid.g_inter > 1 else frozenset([0])
 
 
 def broadcast_first(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Give all ranks of a group the tensor of the first one; None is a group of this rank."""
+    """Broadcast the tensor of a group's first rank; None is a group of this rank alone."""
     if group is not None:
         dist.broadcast(tensor, group_src=0, group=group)

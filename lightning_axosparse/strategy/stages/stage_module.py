@@ -1,4 +1,4 @@
-"""Keeps the part of a module that belongs to the stages of this rank."""
+"""The part of a module that the stages of this rank compute and store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.shard.partition import Partition
-from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, following_parameters
+from lightning_axosparse.pipeline.shard.remote_tensor import LocalSteps, updating_param_groups
 from lightning_axosparse.pipeline.shard.sharded_module import (
     gather_tensors,
     is_left_sharded,
@@ -37,26 +37,26 @@ from lightning_axosparse.strategy.stages.shared_parameters import SharedParamete
 from lightning_axosparse.strategy.validation import validate_parameters_known
 from lightning_axosparse.strategy.weight_parts import Division, WeightParts
 
-if TYPE_CHECKING:  # DTensor, which only runs with tensor parallelism need.
+if TYPE_CHECKING:  # It loads DTensor, which only tensor parallelism needs.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
 
 
 class StageModule:
-    """A module of which this rank keeps the tensors of its stages.
+    """A module of which this rank stores only the tensors of its stages.
 
-    The module is whole until :meth:`shard`, and again after :meth:`unshard`. Creating this object
-    is collective over the job.
+    The rank has the full module until :meth:`shard`, and again after :meth:`unshard`. Creating this
+    object is collective over all ranks.
 
     Attributes:
         grid: the grid of ranks.
-        partition: which layers each stage computes.
-        sharding: which tensors each stage keeps.
-        tensors: those that a tensor group splits; None where there is no group.
-        experts: those that are spread over several ranks; None where they are not.
+        partition: the layers of each stage.
+        sharding: the stages that store each tensor.
+        tensors: the weights that a tensor group splits; None without tensor parallelism.
+        experts: the experts that are spread over ranks; None without expert parallelism.
         parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
-        recompute: how layers are recomputed; None where they are not.
-        shared: its parameters, by the ranks that keep the same ones.
+        recompute: the activation checkpointing; None without.
+        shared: this rank's parameters, by the ranks that store the same ones.
         remote_gradients: the gradients of parameters of other stages.
     """
 
@@ -95,63 +95,64 @@ class StageModule:
 
     @property
     def runs_last_stage(self) -> bool:
-        """Whether this rank runs the last stage, which alone runs a step to its end."""
+        """Whether this rank runs the last stage, the only one that runs a step to its end."""
         return self.last_stage in self.stages
 
     @property
-    def is_whole(self) -> bool:
+    def has_all_stages(self) -> bool:
         """Whether this rank runs all stages."""
         return len(self.stages) > self.last_stage
 
     @property
     def was_interrupted(self) -> bool:
-        """Whether an exception has ended the run, so that others may not be there any more."""
+        """Whether an exception has ended the run, so that other ranks may have ended."""
         return self.module.trainer.state.status == TrainerStatus.INTERRUPTED
 
     def shard(self, optimizers: Sequence[Optimizer]) -> None:
-        """Drop the tensors of other stages from the module and its optimizers; collective.
+        """Free the tensors of other stages in the module and its optimizers; collective.
 
-        What is kept moves to the device, with the values that the first replica has. Where the last
-        run has left the module sharded, other ranks send it.
+        The other tensors move to the device, with the values of the first replica. If the last run
+        has left the module sharded, ranks that store them send them.
         """
         names = self.sharding.names
+        own_tensors, _ = self.sharding.split(self.stages)
         if is_left_sharded(self.module):
-            gather_tensors(self.module, self.sharding.split(self.stages)[0])
+            gather_tensors(self.module, own_tensors)
             mark_whole(self.module)
-        validate_values(self.sharding.split(self.stages)[0].items(), self.grid.stage)
+        validate_values(own_tensors.items(), self.grid.stage)
         self._optimizers = optimizers
-        if not self.is_whole:
+        if not self.has_all_stages:
             validate_parameters_known(optimizers, names)
         owned = owners(self.module)
-        with following_parameters(self.module, optimizers):
+        with updating_param_groups(self.module, optimizers):
             self.sharding.shard(self.stages)
-        held = self.sharding.held()
+        local = self.sharding.local_parameters()
         for parameter, name in names.items():
-            if name not in held:
+            if name not in local:
                 forget(parameter, owned[name], optimizers)
         move_module(self.module, self.device)
         self.shared.broadcast_weights()
         self.broadcast_buffers()
-        self.weight_parts.split(self.sharding.held())
+        self.weight_parts.split(self.sharding.local_parameters())
         self._attach()
 
     @contextmanager
     def reshard(self, partition: Partition, groups: ProcessGroups) -> Iterator[None]:
-        """Keep the tensors of this rank's stage in another grid; collective over the job.
+        """Change to this rank's stage in another grid; collective over all ranks.
 
-        The context has to repartition :attr:`sharding` and to move the tensors between ranks.
+        Code in the context has to reshard :attr:`sharding` and to move the tensors between ranks.
         """
         self._detach()
-        with following_parameters(self.module, self._optimizers):
+        with updating_param_groups(self.module, self._optimizers):
             yield
         self.groups, self.grid = groups, groups.grid
         self.stages, self.partition = range(self.grid.stage, self.grid.stage + 1), partition
-        self.shared.place_in(groups)
+        self.shared.set_groups(groups)
         self.layers = self._pipelined_layers(partition)
         self._attach()
 
     def unshard(self) -> None:
-        """Undo all of :meth:`shard`, where this rank has all stages; the module becomes dense."""
+        """Undo :meth:`shard` on a rank that has all stages; the module becomes dense."""
         self._detach()
         self._join()
         densify(self.module, self._optimizers[0] if self._optimizers else None)
@@ -159,11 +160,11 @@ class StageModule:
         self.module.cpu()
 
     def end_run(self) -> None:
-        """Undo all of :meth:`shard` but that tensors of other stages are freed."""
+        """Undo :meth:`shard`, except that tensors of other stages stay freed."""
         self._detach()
         self._join()
-        with following_parameters(self.module, self._optimizers):
-            self._freed = self.sharding.put_back()
+        with updating_param_groups(self.module, self._optimizers):
+            self._freed = self.sharding.restore_tensors()
         scratch.clear()
         self.share_outer_buffers(self.module)
 
@@ -171,15 +172,18 @@ class StageModule:
         if self.weight_parts:
             self.weight_parts.join(self._optimizers, not self.was_interrupted)
 
-    def counter(self) -> Callable[[Tensor], bool]:
-        """What says whether this rank counts a parameter: each part once over a whole model."""
-        held = self.sharding.held()
-        names: dict[Tensor, str] = {held[name]: name for name in self.sharding.counted()}
+    def counting_rule(self) -> Callable[[Tensor], bool]:
+        """Return whether this rank counts a parameter, as a function.
+
+        Each part of a parameter is counted once over the ranks that have the whole model.
+        """
+        local = self.sharding.local_parameters()
+        names: dict[Tensor, str] = {local[name]: name for name in self.sharding.counted_names()}
         return lambda p: p in names and self.weight_parts.counts(names[p])
 
     @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:
-        """Give every stage the last one's buffers outside the layers; collective over stages."""
+        """Broadcast the last stage's buffers outside the layers; collective over the stages."""
         outer = {n: b for n, b in module.named_buffers() if self.sharding.stage_of(n) is None}
         for stage, source in enumerate(self.grid.pipeline):
             own = {n: b for n, b in outer.items() if self.sharding.source_of(n) == stage}
@@ -190,23 +194,23 @@ class StageModule:
 
     @torch.no_grad()
     def broadcast_buffers(self) -> None:
-        """Give every replica the first one's buffers; collective over the replicas of a stage."""
+        """Broadcast the first replica's buffers; collective over the replicas of a stage."""
         for buffer in self.module.buffers():
             if not buffer.is_meta and buffer.numel():
                 broadcast_first(buffer, self.groups.data)
                 broadcast_first(buffer, self.groups.tensor)
 
     def leave_sharded(self) -> None:
-        """Leave the tensors of other stages on the meta device, after :meth:`end_run`."""
+        """Move the tensors of other stages to the meta device, after :meth:`end_run`."""
         leave_sharded(self.module, self._freed)
         self._freed = {}
 
     def release(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the caller gets of this rank, by name and dense, and free it, after a run."""
+        """Yield the tensors that the caller gets from this rank, dense, by name, and free them."""
         mark_whole(self.module)
         owned, sparse = owners(self.module), sparse_parameters(self.module)
         first = self.grid.pipeline_index == 0
-        for name, parameter in self.sharding.held().items():
+        for name, parameter in self.sharding.local_parameters().items():
             if first and min(self.sharding.holders_of(name)) in self.stages:
                 dense = sparse[name].dense() if name in sparse else parameter.detach()
                 yield name, dense
@@ -218,15 +222,15 @@ class StageModule:
                 yield name, buffer
 
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter of the whole model with its gradient; collective over a pipeline.
+        """Yield each parameter of the full model with its gradient; collective over a pipeline.
 
-        Where replicas have divided gradients, those of other stages are None.
+        If replicas have divided the gradients, those of other stages are None.
         """
-        held = self.sharding.held()
+        local = self.sharding.local_parameters()
         for name, stages in self.sharding.holders.items():
-            own, stage = held.get(name), min(stages)
+            own, stage = local.get(name), min(stages)
             if name in self.weight_parts.parameters:
-                own = self.weight_parts.parameters[name].copy()
+                own = self.weight_parts.parameters[name].gather_copy()
             values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
             values = self.groups.broadcast_along_pipeline(values, stage)
             if own is not None:
@@ -239,25 +243,22 @@ class StageModule:
             yield name, parameter
 
     def validate_replicated_gradients(self, tolerance: float) -> None:
-        """Once a run, compare gradients that a tensor group should have alike; collective."""
+        """Once a run, compare gradients that are replicated in a tensor group; collective."""
         if self.tensors is not None and self.shared.step_reducer is self.shared.reducer:
-            alike = {
-                n: p
-                for n, p in self.sharding.held().items()
-                if n not in self.weight_parts.parameters
-            }
-            self.shared.wait_for(alike.values())
-            self.tensors.validate_gradients(alike, tolerance)
+            local = self.sharding.local_parameters()
+            replicated = {n: p for n, p in local.items() if n not in self.weight_parts.parameters}
+            self.shared.wait_for(replicated.values())
+            self.tensors.validate_gradients(replicated, tolerance)
 
     def links(self, window: int) -> dict[int, Link]:
-        """Connect the stages of this rank to their neighbours; collective over the job.
+        """Connect the stages of this rank to the adjacent stages; collective over all ranks.
 
         Args:
             window: most messages on their way between two stages.
         """
         if len(self.stages) > 1 or self.last_stage == 0:
             return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
-        # Importing it starts MPI, which one rank does without.
+        # Importing it starts MPI, which is not needed on one rank.
         from lightning_axosparse.distributed.mpi.transport import (
             PinnedStaging,
             Staging,
@@ -281,22 +282,22 @@ class StageModule:
         )
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        """The parameter names of each parameter group of an optimizer, over all stages."""
+        """Return the names of the parameters of all stages in each group of an optimizer."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
 
     def _attach(self) -> None:
-        """Let the layers compute as stages, and the gradients be reduced."""
+        """Let the layers compute as stages, and reduce the gradients."""
         module, undo = self.module, self._attached
         self.layers.install(self.stages)
         undo.callback(self.layers.uninstall)
-        self.remote_gradients.follow()
-        if not self.is_whole:
-            # Lightning's model summary would send it through layers of other stages.
+        self.remote_gradients.update()
+        if not self.has_all_stages:
+            # Lightning's model summary would call layers of other stages with it.
             undo.callback(setattr, module, "example_input_array", module.example_input_array)
             module.example_input_array = None
             for optimizer in self._optimizers:
-                undo.callback(OwnSteps(optimizer).remove)
+                undo.callback(LocalSteps(optimizer).remove)
         self.shared.attach()
         undo.callback(self.shared.detach)
 

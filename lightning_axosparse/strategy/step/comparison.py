@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.crossing.message import Activation, Message, relink
+from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
 from lightning_axosparse.pipeline.joining import (
     SampleLayout,
     SampleLayouts,
@@ -357,7 +357,7 @@ def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
 
 def _differentiable(activation: Activation) -> Message:
     """Make the tensors of an activation leaves, as the end of the step gets them in training."""
-    message = relink(activation)[1]
+    message = detached_message(activation)[1]
     for tensor in message.tensors:
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.requires_grad_()

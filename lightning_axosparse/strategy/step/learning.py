@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_axosparse.pipeline.crossing.message import Crossing, Reads, learned
+from lightning_axosparse.pipeline.crossing.message import Crossing, StageReads, crossing_of
 from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import Batch, Rerun
@@ -47,7 +47,7 @@ class LoaderSteps:
         batches: number of batches so far.
     """
 
-    reads: dict[int, Reads] = field(default_factory=dict)
+    reads: dict[int, StageReads] = field(default_factory=dict)
     crossing: Crossing | None = None
     layouts: SampleLayouts = field(default_factory=SampleLayouts)
     draws: bool = False
@@ -67,14 +67,14 @@ class LoaderSteps:
             self._compared = number
         return is_due
 
-    def add_reads(self, reads: dict[int, Reads]) -> None:
+    def add_reads(self, reads: dict[int, StageReads]) -> None:
         """Add the values that stages have read in a probe."""
         for stage, each in reads.items():
             known = self.reads.setdefault(stage, each)
             known.read |= each.read
-            known.seen |= each.seen
+            known.side_outputs |= each.side_outputs
             known.is_complete |= each.is_complete
-        self.crossing = learned(self.reads)
+        self.crossing = crossing_of(self.reads)
 
     def changes_too_often(self) -> bool:
         """Count a change of the functions that steps call; return whether there were too many."""

@@ -54,12 +54,12 @@ class OpenPipeline:
                 precision,
                 groups.whole,
                 groups.world,
-                stage_module.counter(),
+                stage_module.counting_rule(),
                 stage_module.remote_gradients.forget_norms,
             )
             replace_backward(precision, give_gradients)
             if stage_module.weight_parts:
-                show_whole_gradients(precision, module.trainer, stage_module.weight_parts.whole)
+                show_whole_gradients(precision, module.trainer, stage_module.weight_parts.gathered)
             self.pipeline = Pipeline(
                 stage_module.layers,
                 stage_module.links(limit.largest),
@@ -107,4 +107,5 @@ class OpenPipeline:
 
     def _outer_parameters(self) -> list[nn.Parameter]:
         """Return the parameters outside the layers that are trained."""
-        return [each for each in self.stage_module.sharding.outside() if each.requires_grad]
+        outside = self.stage_module.sharding.parameters_outside_layers()
+        return [parameter for parameter in outside if parameter.requires_grad]

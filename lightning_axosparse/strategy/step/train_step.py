@@ -197,7 +197,7 @@ class StepRunner:
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:
         """Train on a batch; return the results of the step, on all ranks of the replica."""
         run, stage_module = self._open, self._open.stage_module
-        parameters = stage_module.sharding.held().values()
+        parameters = stage_module.sharding.local_parameters().values()
         hooks = GradientHooks(parameters)
         gradients = BatchGradients(
             stage_module.module,
@@ -348,7 +348,7 @@ class StepRunner:
     def _give_gradients(self) -> None:
         """Set the gradients of parameters to those that the step has computed."""
         self._stashed.restore()
-        self._open.stage_module.remote_gradients.present()
+        self._open.stage_module.remote_gradients.mark_present()
 
     def _batch(
         self,

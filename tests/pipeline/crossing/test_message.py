@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_axosparse.pipeline.crossing.message import Message, decode, encode, relink
+from lightning_axosparse.pipeline.crossing.message import Message, decode, detached_message, encode
 from lightning_axosparse.support.object_trees import CannotPickle
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def arrived(tree: Any) -> list[tuple[list[Tensor], Message]]:
     """What arrives of an object as bytes, and by loopback, with what was sent."""
     header, block, sent = encode(tree, CPU)
     assert block.dtype is torch.uint8
-    own, looped = relink(tree)
+    own, looped = detached_message(tree)
     return [(list(sent), decode(header, block.clone())), (list(own), looped)]
 
 

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_axosparse.pipeline.crossing.placeholder import (
     Outcome,
+    TensorDescription,
     Unsendable,
-    Unsent,
     attribute_tensors,
-    nodes,
-    without_values,
+    reachable_objects,
+    run_on_meta,
 )
 
 DOES: dict[str, Callable[[Tensor], Any]] = {
@@ -61,7 +61,7 @@ class First(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if not self.done:
-            self.outcome, self.done = without_values(func, args, kwargs or {}), True
+            self.outcome, self.done = run_on_meta(func, args, kwargs or {}), True
         return func(*args, **(kwargs or {}))
 
 
@@ -84,7 +84,7 @@ def test_what_a_function_does(does: str, inference: bool) -> None:
         made = result if isinstance(result, tuple) else (result,)
         described = outcome.result if isinstance(result, tuple) else (outcome.result,)
         if does != "makes another shape":
-            assert [Unsent.of(each) for each in made] == list(described)
+            assert [TensorDescription.of(each) for each in made] == list(described)
     elif does.startswith("returns") or ("part" not in does and does.startswith("changes")):
         assert outcome.result is x
     if not does.startswith("changes"):
@@ -95,16 +95,16 @@ def test_what_needs_a_gradient() -> None:
     x = torch.randn(2, requires_grad=True)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
-            outcome = without_values(torch.exp, (x,), {})
+            outcome = run_on_meta(torch.exp, (x,), {})
             assert outcome is not None
             assert outcome.result.requires_grad == enabled
-    outcome = without_values(torch.argmax, (x,), {})
+    outcome = run_on_meta(torch.argmax, (x,), {})
     assert outcome is not None
     assert not outcome.result.requires_grad
 
 
 def found(tree: Any) -> list[float]:
-    return sorted(float(node) for node in nodes(tree) if isinstance(node, Tensor))
+    return sorted(float(node) for node in reachable_objects(tree) if isinstance(node, Tensor))
 
 
 def test_containers_and_objects_are_searched_once() -> None:

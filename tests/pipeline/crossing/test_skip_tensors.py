@@ -313,11 +313,11 @@ def test_what_cannot_be_followed_is_refused(last: int, user: str) -> None:
 
 READS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "an output": (lambda first, made: first.mean(), "the output of layer 'layers.0'"),
-    "a result": (lambda first, made: made.mean(), "what the step computes from the output of"),
+    "a result": (lambda first, made: made.mean(), "a value that the step computes from the output"),
     "a view": (lambda first, made: first.T.mean(), "the output of layer 'layers.0'"),
-    "a number": (lambda first, made: float(made[0, 0]), "what the step computes from the output"),
+    "a number": (lambda first, made: float(made[0, 0]), "a value that the step computes from"),
     "numpy": (lambda first, made: first.detach().numpy().mean(), "the output of layer"),
-    "a list of tensors": (lambda first, made: torch.stack([made, first]).sum(), "what the step"),
+    "a list of tensors": (lambda first, made: torch.stack([made, first]).sum(), "a value that"),
 }
 
 
@@ -407,7 +407,7 @@ def test_no_stage_waits_for_one_that_fails() -> None:
             raise ZeroDivisionError("of the user")
         return chain(ours, x)
 
-    assert message.learned(pipe.probe(given(step, batch, MICROBATCHES))) is None
+    assert message.crossing_of(pipe.probe(given(step, batch, MICROBATCHES))) is None
     step = lambda x: chain(ours, x)  # noqa: E731
     evaluate(pipe, step, batch, MICROBATCHES, learned(pipe, step, batch, MICROBATCHES))
     dealt.uninstall()

@@ -43,7 +43,7 @@ class Trained(Net):
 
     def on_train_epoch_end(self) -> None:
         state = self.trainer.optimizers[0].state
-        held = self.trainer.strategy.held_parameters()  # type: ignore[attr-defined]
+        held = self.trainer.strategy.local_parameters()  # type: ignore[attr-defined]
         self.elements = {
             name: (parameter.numel(), elements(state[parameter]))
             for name, parameter in held.items()

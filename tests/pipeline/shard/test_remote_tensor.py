@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from lightning_axosparse.pipeline.shard.remote_tensor import OwnSteps, RemoteTensor
+from lightning_axosparse.pipeline.shard.remote_tensor import LocalSteps, RemoteTensor
 
 CPU = torch.device("cpu")
 
@@ -149,7 +149,7 @@ class Ascends(torch.optim.SGD):
 def test_an_optimizer_that_needs_gradients_twice_a_step_is_refused() -> None:
     layer, calls = nn.Linear(2, 1), []
     optimizer = Ascends(layer.parameters(), lr=0.1)
-    steps = OwnSteps(optimizer)
+    steps = LocalSteps(optimizer)
 
     def closure() -> Tensor:
         calls.append(None)

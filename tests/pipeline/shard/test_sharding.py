@@ -43,8 +43,8 @@ def test_each_parameter_is_counted_by_one_stage() -> None:
     for stage in range(3):
         _, places = split()
         places.shard([stage])
-        assert places.counted() <= set(places.held())
-        counted += places.counted()
+        assert places.counted_names() <= set(places.local_parameters())
+        counted += places.counted_names()
     assert sorted(counted) == sorted(places.holders)
 
 
@@ -55,7 +55,7 @@ def test_sharding_frees_the_memory_and_keeps_names_and_shapes() -> None:
     places.shard([0])
     assert list(model.state_dict()) == keys
     assert [p.shape for p in model.parameters()] == shapes
-    assert set(places.held()) == {"scale", "h.0.weight", "h.0.bias"}
+    assert set(places.local_parameters()) == {"scale", "h.0.weight", "h.0.bias"}
     assert model.h[2].weight.is_meta
     assert model.h[1].running_mean.is_meta
     assert remote.untyped_storage().nbytes() == 0
@@ -69,7 +69,7 @@ def test_the_same_parameters_are_put_back() -> None:
     places.shard([1])
     assert model.h[0].weight is model.h[3].weight
     assert model.h[0].weight.is_meta
-    places.put_back()
+    places.restore_tensors()
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)

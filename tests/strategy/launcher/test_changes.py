@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.strategy.launcher.changes import read, write
+from lightning_axosparse.strategy.launcher.changes import read_tensors, write_tensors
 
 
 def net() -> nn.Sequential:
@@ -27,8 +27,8 @@ def test_values_go_into_the_memory_of_the_parameters_and_buffers(tmp_path: Path)
     with torch.no_grad():
         sent[1](sent[0](torch.randn(5, 3)))
     before = {name: tensor.data_ptr() for name, tensor in named(received).items()}
-    write(named(sent).items(), tmp_path / "0")
-    read(tmp_path / "0", received)
+    write_tensors(named(sent).items(), tmp_path / "0")
+    read_tensors(tmp_path / "0", received)
     for name, tensor in named(sent).items():
         assert torch.equal(named(received)[name], tensor)
         assert named(received)[name].data_ptr() == before[name]
@@ -39,8 +39,8 @@ def test_files_of_several_ranks_make_up_the_module(tmp_path: Path) -> None:
     parts = [("0.",), ("1.", "2.", "scalar")]
     for rank, part in enumerate(parts):
         own = [item for item in named(sent).items() if item[0].startswith(part)]
-        write(own, tmp_path / str(rank))
-        read(tmp_path / str(rank), received)
+        write_tensors(own, tmp_path / str(rank))
+        read_tensors(tmp_path / str(rank), received)
     for name, tensor in named(sent).items():
         assert torch.equal(named(received)[name], tensor)
 
@@ -49,8 +49,8 @@ def test_a_parameter_without_memory_or_of_another_form_gets_memory(tmp_path: Pat
     sent, received = net().bfloat16(), net()
     received[0].weight = nn.Parameter(torch.empty(4, 3, device="meta", dtype=torch.bfloat16))
     parameters = list(received.parameters())
-    write(named(sent).items(), tmp_path / "0")
-    read(tmp_path / "0", received)
+    write_tensors(named(sent).items(), tmp_path / "0")
+    read_tensors(tmp_path / "0", received)
     for name, tensor in named(sent).items():
         assert torch.equal(named(received)[name], tensor)
         assert named(received)[name].dtype == tensor.dtype
@@ -65,13 +65,13 @@ def test_a_tensor_is_written_before_the_next_one_is_made(tmp_path: Path) -> None
             sizes.append((tmp_path / "0").stat().st_size)
             yield "0.weight", torch.ones(300_000)
 
-    write(tensors(), tmp_path / "0")
+    write_tensors(tensors(), tmp_path / "0")
     assert sizes[0] == 0
     assert sizes[2] > 1_200_000
 
 
 def test_a_name_that_the_caller_does_not_have_is_passed_over(tmp_path: Path) -> None:
     module = nn.Linear(2, 2)
-    write({"gone": torch.ones(3), "bias": torch.tensor([5.0, 6.0])}.items(), tmp_path / "0")
-    read(tmp_path / "0", module)
+    write_tensors({"gone": torch.ones(3), "bias": torch.tensor([5.0, 6.0])}.items(), tmp_path / "0")
+    read_tensors(tmp_path / "0", module)
     assert module.bias.tolist() == pytest.approx([5, 6])

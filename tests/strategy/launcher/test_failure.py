@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from lightning_axosparse.distributed.rank_status import RanksStuckError, RankStatus
-from lightning_axosparse.strategy.launcher.failure import RankFailedError, Report, error_of
+from lightning_axosparse.strategy.launcher.failure import FailureReport, RankFailedError, call_error
 
-RAISED = Report(2.0, "rank 0", ValueError("boom"), "ValueError: boom", [], "Traceback\n")
+RAISED = FailureReport(2.0, "rank 0", ValueError("boom"), "ValueError: boom", [], "Traceback\n")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_the_message_describes_what_happened_first(
-    reported: Report | None,
+    reported: FailureReport | None,
     ended: dict[str, tuple[float, int]],
     code: int,
     words: str,
@@ -58,35 +58,37 @@ def test_the_message_describes_what_happened_first(
     for name, (when, how) in ended.items():
         with (folder / "ends").open("a") as file:
             file.write(f"{when} {how} {name}\n")
-    error = error_of(folder, code)
+    error = call_error(folder, code)
     assert isinstance(error, RankFailedError)
     assert str(error).startswith(words)
-    assert error.lost == ("was killed" in words and "SIGTERM" not in words)
+    assert error.was_killed == ("was killed" in words and "SIGTERM" not in words)
 
 
 def test_the_first_exception_is_raised_if_no_rank_was_killed_before(folder: Path) -> None:
     RAISED.write(folder, "10")
-    Report(3.0, "rank 1", OSError("late"), "OSError: late", [], "Traceback\n").write(folder, "11")
+    FailureReport(3.0, "rank 1", OSError("late"), "OSError: late", [], "Traceback\n").write(
+        folder, "11"
+    )
     (folder / "ends").write_text("4.0 -9 12\n")
-    error = error_of(folder, 1)
+    error = call_error(folder, 1)
     assert repr(error) == repr(ValueError("boom"))
 
 
 def test_ranks_that_wait_for_one_another_have_described_it_themselves() -> None:
-    error = Report.of(RanksStuckError("All ranks wait for one another"), "rank 0").error()
+    error = FailureReport.of(RanksStuckError("All ranks wait for one another"), "rank 0").error()
     assert isinstance(error, RankFailedError)
     assert str(error) == "All ranks wait for one another"
-    assert not error.lost
+    assert not error.was_killed
 
 
-def raised(exception: BaseException) -> Report:
+def raised(exception: BaseException) -> FailureReport:
     try:
         (Path("/") / "no such folder" / "file").read_bytes()
     except OSError as error:
         try:
             raise exception from error
         except BaseException as caught:
-            return Report.of(caught, "rank 1 (stage 0 of replica 0)")
+            return FailureReport.of(caught, "rank 1 (stage 0 of replica 0)")
 
 
 def test_an_exception_comes_back_with_the_users_frames_and_a_file_of_all(tmp_path: Path) -> None:
@@ -109,10 +111,10 @@ def test_of_code_that_is_not_the_users_the_last_frames_are_shown() -> None:
     try:
         os.fspath(Path("/no such folder").read_bytes())
     except OSError as error:
-        report = Report.of(error, "rank 0")
+        report = FailureReport.of(error, "rank 0")
     frames = [frame for frame in report.frames if frame[0] != __file__]
     assert frames
-    error = Report(1.0, "rank 0", ValueError(), "ValueError", frames, "Traceback").error()
+    error = FailureReport(1.0, "rank 0", ValueError(), "ValueError", frames, "Traceback").error()
     assert error.__notes__[0].count("  File ") == len(frames[-3:])
 
 
@@ -136,4 +138,4 @@ def test_what_cannot_be_raised_again_is_described(exception: BaseException, head
     assert str(error).startswith(start)
     assert str(error).count("  File ") == 1
     assert "All frames are in" in str(error)
-    assert not error.lost
+    assert not error.was_killed

@@ -185,9 +185,9 @@ def test_another_environment_needs_another_process(monkeypatch):
     process = fork_server.prepare()
     assert process is not None
     monkeypatch.setenv("PL_GLOBAL_SEED", "5")
-    assert process.fits()
+    assert process.is_current()
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert not process.fits()
+    assert not process.is_current()
 
 
 def test_close_ranks_ends_it_and_the_next_call_has_another():
@@ -205,7 +205,7 @@ def test_it_ends_when_it_was_not_used_for_long(monkeypatch):
     assert process is not None
     assert launch(sleep_then_is_server_alive)  # A call that takes longer is not idle.
     assert process.process.wait(60) == 0
-    assert not process.fits()
+    assert not process.is_current()
     close_ranks()
 
 

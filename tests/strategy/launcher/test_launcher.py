@@ -260,7 +260,7 @@ def test_a_rank_that_cannot_begin_or_report(fails, monkeypatch):
         "worker.main(*sys.argv[2:])"
     )
     monkeypatch.setattr(fork_server, "prepare", lambda: None)
-    monkeypatch.setattr(fork_server, "COLD", (sys.executable, "-c", script))
+    monkeypatch.setattr(fork_server, "COLD_COMMAND", (sys.executable, "-c", script))
     error, words = {
         "publish": (OSError, "^no space left\nOn rank 1:\n"),
         "_report": (RankFailedError, "ended with exit code 1"),

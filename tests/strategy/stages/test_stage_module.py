@@ -66,7 +66,7 @@ def shard_reshard_unshard() -> dict[str, Any]:
     stages = StageModule(CONFIG, module, partition, groups, range(old.stage, old.stage + 1), CPU)
 
     def note() -> dict[str, Any]:
-        held = stages.sharding.held()
+        held = stages.sharding.local_parameters()
         return {
             "weights": {name: held[name].detach().clone() for name in held},
             "steps": {name: float(optimizer.state[held[name]]["step"]) for name in held},
@@ -80,14 +80,14 @@ def shard_reshard_unshard() -> dict[str, Any]:
 
     stages.shard([optimizer])
     found["sharded"] = note()
-    for parameter in stages.sharding.held().values():
+    for parameter in stages.sharding.local_parameters().values():
         parameter.data.add_(1)
     new = old.shortened(1)
     with stages.reshard(partition.with_stages(1), ProcessGroups(new)):
         transfer = Transfer(module, [optimizer], CPU)
         move_tensors(stages.sharding, partition.with_stages(1).parts, transfer, old, new)
     found["resharded"] = note()
-    for parameter in stages.sharding.held().values():
+    for parameter in stages.sharding.local_parameters().values():
         parameter.data.add_(1)
     stages.unshard()
     found["unsharded"] = weights(module)
