@@ -36,6 +36,11 @@ from lightning_axosparse.support.troubleshooting import see
 P = ParamSpec("P")
 S = TypeVar("S")
 
+_BALANCE = one_of("parameters") | Kind(
+    f"{LAYERS.wanted}. The first batches of a run log the time of each stage if one computes much "
+    "longer than the others",
+    LAYERS.fits,
+)
 _TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind(
     "a datetime.timedelta above 0",
     lambda value: isinstance(value, timedelta) and value > timedelta(0),
@@ -72,7 +77,7 @@ class Config(Plugins):
     g_inter: int = 1
     microbatches: int | None = None
     pipeline: str | Sequence[str] | None = None
-    balance: Literal["parameters", "time"] | Sequence[int] = "parameters"
+    balance: Literal["parameters"] | Sequence[int] = "parameters"
     in_flight: int | None = None
     schedule: Literal["message-driven", "1f1b"] = "message-driven"
     transport: Literal["mpi", "loopback"] = "mpi"
@@ -96,7 +101,7 @@ class Config(Plugins):
             g_inter=COUNT,
             microbatches=COUNT | NONE,
             pipeline=TEXT | NAMES | NONE,
-            balance=one_of("parameters", "time") | LAYERS,
+            balance=_BALANCE,
             in_flight=COUNT | NONE,
             schedule=one_of("message-driven", "1f1b"),
             transport=one_of("mpi", "loopback"),
@@ -179,7 +184,6 @@ class Config(Plugins):
             ranks, name = self.experts.ranks, "expert_parallel"
         unsupported = {
             "transport": self.transport == "loopback",
-            "balance": self.balance == "time",
             "regrid": self.regrid is not None,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):

@@ -128,7 +128,7 @@ class PipelineStrategy(MPIStrategy):
         if self._tensors is not None:
             with self._tensors.configuring():
                 yield
-        elif layers.are_divided and not layers.are_measured:
+        elif layers.are_divided:
             with DeferredInit() as deferred:
                 yield
             # Sparse ones become smaller before the next one is made.
@@ -178,7 +178,6 @@ class PipelineStrategy(MPIStrategy):
                 advise_on_dropout(self._module)
             # Those of an earlier fit may belong to another module.
             optimizers = self.optimizers
-        partition = layers.balanced(partition)
         self._say_start(partition, trainer)
         experts = None
         if self._groups.experts is not None:

@@ -49,10 +49,8 @@ class AxoSparseStrategy(PipelineStrategy):
             ``forward`` calls them with the module's ``example_input_array``, or else the step with
             a batch of the loader; neither computes or consumes anything.
         balance: "parameters" partitions the layers so that the largest stage is as small as
-            possible, "time" so that the slowest stage is as fast as possible, timing the layers on
-            the module's ``example_input_array``, which should be like a micro-batch; a sequence
-            gives the number of layers of each stage. Where "parameters" leaves a stage that
-            computes much longer than the others, the first batches say so.
+            possible; a sequence gives the number of layers of each stage. Where a stage computes
+            much longer than the others, the first batches log the time of each.
         in_flight: most micro-batches that a stage may hold between forward and backward. None takes
             what memory allows after the first step, and again after a ticket was drawn: from
             ``g_inter``, which is what 1F1B holds, to ``2 * g_inter``, which hides jitter and

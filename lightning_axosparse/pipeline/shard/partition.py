@@ -139,16 +139,14 @@ class Partition(NamedTuple):
         names: the layers' names in the module.
         layers: the layers, in order.
         parts: the layer indices of each stage.
-        costs: cost of each layer.
-        measure: unit of the costs: "parameters" or "time".
+        costs: number of parameters of each layer.
         given: whether the user gave the number of layers of each stage.
     """
 
     names: list[str]
     layers: list[nn.Module]
     parts: list[range]
-    costs: Sequence[float]
-    measure: str
+    costs: Sequence[int]
     given: bool = False
 
     def with_stages(self, stages: int) -> Partition:
@@ -165,18 +163,13 @@ class Partition(NamedTuple):
             parts = balance(self.costs, stages)
         return self._replace(parts=parts)
 
-    def by_time(self, seconds: Sequence[float]) -> Partition:
-        """Partition the same layers so that the slowest stage takes as little time as possible."""
-        parts = balance(seconds, len(self.parts))
-        return self._replace(parts=parts, costs=seconds, measure="time")
-
     def __str__(self) -> str:
-        """The number of layers of each stage, and how unequal their costs are."""
+        """The number of layers of each stage, and how unequal they are."""
         sizes = " + ".join(str(len(part)) for part in self.parts)
         worst = imbalance(self.costs, self.parts)
         return (
             f"layers {self.names[0]!r} to {self.names[-1]!r} in {sizes}, "
-            f"the largest stage with {worst:.2f} times the mean stage's {self.measure}"
+            f"the largest stage with {worst:.2f} times the mean stage's parameters"
         )
 
 
@@ -184,7 +177,7 @@ class UnknownOrderError(MisconfigurationException):
     """The order in which a step calls several containers, or modules, is not known."""
 
 
-UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
+UNPARTITIONED = Partition([], [], [range(0)], [])
 """One stage, which computes the module as it is."""
 
 
@@ -204,7 +197,7 @@ def partition_layers(
     names, layers = list(found), list(found.values())
     counts = count_parameters(layers)
     parts = balance(counts, stages) if sizes is None else parts_of_sizes(sizes, len(layers), stages)
-    return Partition(names, layers, parts, counts, "parameters", given=sizes is not None)
+    return Partition(names, layers, parts, counts, given=sizes is not None)
 
 
 def find_layers(

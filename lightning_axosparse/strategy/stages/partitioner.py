@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
 from lightning_axosparse.pipeline.shard.partition import (
     UNPARTITIONED,
     Partition,
@@ -21,7 +20,6 @@ from lightning_axosparse.pipeline.shard.partition import (
 )
 from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
-    full_module,
     is_left_sharded,
     load_values,
 )
@@ -62,11 +60,6 @@ class Partitioner:
         """Whether other ranks have stages of their own."""
         return len(self.stages) < self._config.g_inter
 
-    @property
-    def are_measured(self) -> bool:
-        """Whether the stages are known only when all layers have run."""
-        return self._config.g_inter > 1 and self._config.balance == "time"
-
     def partition(self) -> Partition:
         """Partition the layers, by parameters; collective where batches show their order."""
         config, module = self._config, self.module
@@ -81,21 +74,6 @@ class Partitioner:
                 )
         if config.parts > 1:
             validate_layers(partition)
-        if self.are_measured:
-            validate_example_input(module)
-        return partition
-
-    def balanced(self, partition: Partition) -> Partition:
-        """Partition again by the times that the first rank measures, if ``balance="time"``."""
-        if self._config.g_inter == 1:
-            return partition
-        if self.are_measured:
-            seconds: list[float] = []
-            with full_module(self.module, self._ranks.is_global_zero):
-                if self._ranks.is_global_zero:
-                    arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
-                    seconds = profile_example(self.module, *arguments)
-            partition = partition.by_time(self._ranks.broadcast(seconds))
         return partition
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -107,7 +85,7 @@ class Partitioner:
         """Load what this rank is going to keep of a whole module's state."""
         kept, others = self.split()
         allocate(kept.values())
-        load_values(self.module, state, strict, () if self.are_measured else others.values())
+        load_values(self.module, state, strict, others.values())
 
     def make_sparse(self, make: Callable[[Tensor], None]) -> None:
         """Store sparse, each as soon as it is made, what an adopted ticket prunes of this stage."""
