@@ -20,7 +20,6 @@ from lightning_axosparse.support.arguments import (
     BOOL,
     COUNT,
     FUNCTION,
-    INDEX,
     LAYERS,
     NAMES,
     NONE,
@@ -90,7 +89,6 @@ class Config(Plugins):
     tensor_parallel: TensorParallel | int = 1
     expert_parallel: ExpertParallel | int = 1
     timeout: float | timedelta = timedelta(minutes=30)
-    restarts: int = 0
 
     def __post_init__(self) -> None:
         """Check each argument, then what must go together."""
@@ -114,7 +112,6 @@ class Config(Plugins):
             tensor_parallel=COUNT | instance_of("a TensorParallel", TensorParallel),
             expert_parallel=COUNT | instance_of("an ExpertParallel", ExpertParallel),
             timeout=_TIMEOUT,
-            restarts=INDEX,
         )
         self._check_grid()
         self._check_schedule()

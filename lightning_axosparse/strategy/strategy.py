@@ -95,9 +95,6 @@ class AxoSparseStrategy(PipelineStrategy):
             that every rank that can be reached prints where it is, and the job ends with the names
             of those that do not answer. It should be longer than what one rank may do while others
             wait for it: its first batch, a batch that comes late, a checkpoint.
-        restarts: how many times at most ``fit`` begins again from the newest whole checkpoint that
-            it has saved, or from its start, after a rank was killed, as when memory runs out. Only
-            where the call starts the ranks; an exception of your code is never repeated.
         accelerator: as for Lightning's strategies, like the rest.
         parallel_devices: the devices of the ranks of this node.
         cluster_environment: says how the cluster works, such as how Slurm requeues jobs.

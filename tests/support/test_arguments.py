@@ -143,7 +143,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "split_batch": [True, 1, "x", [], {}],
             "loss": NO_WORD,
             "save_distributed_checkpoint": NO_BOOL,
-            "restarts": NO_INDEX,
             "timeout": [None, True, 0, -1, "30", [], float("nan"), timedelta(0)],
             "recompute": ["cube", *NO_COUNT],
             "shard_optimizer": NO_BOOL,

@@ -17,7 +17,6 @@ from lightning_axosparse.strategy.launcher.pickling import load, save, survives
 from lightning_axosparse.support.troubleshooting import see
 
 _SEE = see("failing-and-waiting-ranks")
-_CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 _PACKAGE = str(Path(__file__).parents[2])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _PATIENCE = 1.0  # seconds for guards, which mpiexec does not know, to note how ranks have ended
@@ -30,15 +29,7 @@ class RankFailedError(RuntimeError):
     Other exceptions of ranks reach the caller as themselves. The message names the rank, its stage
     and its replica. If the rank was killed, it says what the rank did then; if ranks wait for one
     another, what each does.
-
-    Args:
-        message: in words.
-        lost: whether a process was killed, so that the call may succeed when it begins again.
     """
-
-    def __init__(self, message: str, lost: bool = False) -> None:
-        super().__init__(message)
-        self.lost = lost
 
 
 @dataclass(frozen=True)
@@ -124,7 +115,7 @@ def error_of(folder: Path, code: int) -> Exception:
     if report is None and code < 0:
         killer = signal.Signals(-code).name
         message = f"mpiexec was killed by {killer}, and the ranks with it."
-        return RankFailedError(message + _SEE, _is_crash(code))
+        return RankFailedError(message + _SEE)
     end = min(ends, key=lambda end: float(end[0]), default=None)
     if end is not None and (report is None or float(end[0]) < report.when):
         return _unreported(folder, int(end[1]), name=end[2])
@@ -137,14 +128,9 @@ def _unreported(folder: Path, code: int, name: str) -> RankFailedError:
     """The error for a process that has neither finished nor reported an exception."""
     if name == "mpiexec":
         message = "The proxy of mpiexec was killed, and its ranks with it."
-        return RankFailedError(message + _SEE, lost=True)
+        return RankFailedError(message + _SEE)
     message, file = f"A rank {describe_end(code)}", folder / f"status-{name}"
     if file.exists():
         status = read_status(str(file))
         message = f"{status.who} {describe_end(code)}\nIt was {status.doing}."
-    return RankFailedError(message + _SEE, _is_crash(code))
-
-
-def _is_crash(code: int) -> bool:
-    """Whether an exit code is that of a process that was killed, and not asked to end."""
-    return -code in signal.valid_signals() and signal.Signals(-code).name in _CRASHES
+    return RankFailedError(message + _SEE)

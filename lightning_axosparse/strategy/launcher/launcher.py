@@ -16,7 +16,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.compat.internals import callbacks_of
@@ -24,11 +23,10 @@ from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_tea
 from lightning_axosparse.strategy.launcher import fork_server, mpiexec
 from lightning_axosparse.strategy.launcher.call import Call, ProcessState, origin_of_main
 from lightning_axosparse.strategy.launcher.changes import read
-from lightning_axosparse.strategy.launcher.failure import RankFailedError, error_of
+from lightning_axosparse.strategy.launcher.failure import error_of
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
-from lightning_axosparse.strategy.launcher.restart import Note, begun_again, noted_checkpoints
 from lightning_axosparse.support.files import temporary_folder
-from lightning_axosparse.support.troubleshooting import see, without_link
+from lightning_axosparse.support.troubleshooting import see
 
 _SEE = see("failing-and-waiting-ranks")
 
@@ -48,15 +46,14 @@ class MPILauncher(_Launcher):
     all ranks, and rank 0's metrics, progress and the changed attributes of the module, the
     callbacks, the loggers and the datamodule are written into the caller's own objects.
 
-    The files of a call are in a temporary folder. The caller writes ``call``; rank 0 ``result`` and
-    ``checkpoints``; each rank ``status-STUB``, ``weights-RANK``, and ``done-STUB`` or
+    The files of a call are in a temporary folder. The caller writes ``call``; rank 0 ``result``;
+    each rank ``status-STUB``, ``weights-RANK``, and ``done-STUB`` or
     ``failure-STUB``; and the guard of a rank that has written none of both a line of ``ends``.
     """
 
-    def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:
+    def __init__(self, strategy: Strategy, processes: int) -> None:
         self._strategy = strategy
         self._processes = processes
-        self._restarts = restarts
         self.ranks_failed = False
         """Whether the last call has failed on its ranks, so that its effects are not here."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
@@ -89,30 +86,17 @@ class MPILauncher(_Launcher):
             restore_handlers_in_teardown(trainer)
         state = ProcessState.of_this_process()
         call = Call(function, args, kwargs, trainer, state, origin_of_main())
-        saved: list[Note] = []
         with _terminate_ranks_first():
-            for restart in range(1, self._restarts + 1):
-                try:
-                    return self._attempt(call, saved)
-                except RankFailedError as error:
-                    if not error.lost:
-                        raise
-                    call, where = begun_again(call, saved)
-                    which = f"Restart {restart} of {self._restarts}: from {where}."
-                    rank_zero_warn(f"{without_link(error)}. {which}" + _SEE)
-            return self._attempt(call, saved)
+            return self._on_ranks(call)
 
-    def _attempt(self, call: Call, saved: list[Note]) -> Any:
-        """Run a call on ranks, and return the result of rank 0; add what it has saved."""
+    def _on_ranks(self, call: Call) -> Any:
+        """Run a call on ranks, and return the result of rank 0."""
         known = call.known_objects
         with temporary_folder() as folder:
             self._write(call, folder / "call")
             (folder / "ends").touch()
             self.ranks_failed = True
-            try:
-                self._run(folder)
-            finally:
-                saved += noted_checkpoints(folder / "checkpoints")
+            self._run(folder)
             value, changes, state = load(folder / "result", known)
             state.restore()
             if call.trainer is not None:

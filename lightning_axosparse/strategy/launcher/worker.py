@@ -29,7 +29,6 @@ from lightning_axosparse.strategy.launcher.call import Call, ProcessState
 from lightning_axosparse.strategy.launcher.changes import ReturnsShard, Snapshot, returned_by, write
 from lightning_axosparse.strategy.launcher.failure import Report
 from lightning_axosparse.strategy.launcher.pickling import load, save
-from lightning_axosparse.strategy.launcher.restart import note_checkpoints_in
 from lightning_axosparse.strategy.launcher.stub import signal_when_parent_ends
 from lightning_axosparse.support.files import LOCK, keep_sockets_in
 
@@ -61,8 +60,6 @@ def main(path: str, stub: str, parent: str) -> None:
         # Until the strategy sets its rank, every process would be rank zero for Lightning.
         vars(rank_zero_only).update(rank=world.rank)
         publish(world.rank, folder / f"status-{stub}", int(parent))
-        if world.rank == 0:
-            note_checkpoints_in(folder / "checkpoints")
         watchdog.before_abort.append(partial(_report, folder, stub))
         # In place of this module, whose names the caller's may have, too.
         sys.modules["__main__"] = ModuleType("__main__")

@@ -29,7 +29,6 @@ from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.launcher.restart import note_checkpoint
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_local
 from lightning_axosparse.support.archive import all_made
@@ -127,7 +126,6 @@ class StageCheckpoints:
             self._parts.end()
         if grid.pipeline_index > 0:
             return
-        note_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)
         if self._as_folders:
             save_folder(checkpoint, validate_local(path, storage_options), tensors)
