@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.support.arguments import (
     BOOL,
@@ -101,7 +102,7 @@ class Config(Plugins):
             pipeline=TEXT | NAMES | NONE,
             balance=_BALANCE,
             in_flight=COUNT | NONE,
-            schedule=one_of("message-driven", "1f1b"),
+            schedule=one_of(*SCHEDULES),
             transport=one_of("mpi", "loopback"),
             split_batch=FUNCTION | NONE,
             loss=one_of("auto", "whole", "parts"),

@@ -32,7 +32,6 @@ def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"schedule": "later"}, "schedule='later' must be"),
-        ({"schedule": "gpipe"}, "schedule='gpipe' must be"),
         ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs"),
     ],
 )
