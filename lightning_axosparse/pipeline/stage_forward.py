@@ -441,7 +441,7 @@ class PipelinedLayers:
             return compute(*args, **kwargs)
         part = self.parts[visit.stage]
         if visit.segment is None or checkpointing.begins_segment(index - part.start, len(part)):
-            visit.segment = Segment(checkpointing.device, self.remember, checkpointing.count)
+            visit.segment = Segment(checkpointing.device, self.remember)
         return visit.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
     def _outside_step(

@@ -234,11 +234,6 @@ class SpreadExperts:
             for layer in expert_layers(module, experts, group.size())
         ]
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of tokens and their gradients that this rank has sent to others."""
-        return sum(exchange.sent_bytes for _, exchange in self._layers)
-
     def divided(self, held: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
         """The parameters of this stage's experts."""
         split: dict[str, SplitParameter] = {}

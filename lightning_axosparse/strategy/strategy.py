@@ -151,21 +151,6 @@ class AxoSparseStrategy(PipelineStrategy):
         return 0 if reducer is None else reducer.reduced_bytes
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of tokens and their gradients that this rank has sent to others in this run."""
-        experts = self._state.run.stage_module.experts
-        return 0 if experts is None else experts.sent_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that collectives inside of layers did not send again, with ``recompute``.
-
-        In this run; of results that this rank kept for the second pass of layers.
-        """
-        recompute = self._state.run.stage_module.recompute
-        return 0 if recompute is None else recompute.kept_bytes
-
-    @property
     def in_flight(self) -> int:
         """Most micro-batches that a stage may hold, as of the last training batch."""
         return self._state.run.runner.limit.value
