@@ -265,7 +265,6 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "module": [1, "x", [], {}],
             "masks": [None, [], MASKS["0.weight"], "x"],
             "optimizer": [[torch.optim.SGD(model().parameters(), 0.1)], 1, "x"],
-            "index_format": NO_WORD[1:],
             "compute": NO_WORD,
         },
     ),
