@@ -43,7 +43,7 @@ SLOW = (
     "faults/test_hosts.py",
     "faults/test_mpiexec.py",
     "faults/test_open_mpi.py",
-    "faults/test_restarts.py",
+    "faults/test_resuming.py",
     "faults/test_slurm.py",
     "faults/test_waits.py",
     "mpi/test_mpich.py",

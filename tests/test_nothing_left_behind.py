@@ -38,7 +38,7 @@ PATCHABLE = (nn.Module, LightningModule, Trainer, Metric, torch.optim.Optimizer,
 
 
 class Example(Net):
-    """Can be timed, and can be told to raise in its second training step."""
+    """Has an example input, and can be told to raise in its second training step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,11 +200,11 @@ STRATEGIES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
     "recompute": ({"recompute": 2, "microbatches": 2}, 1, {}),
     "divided": ({"shard_optimizer": True, "microbatches": 2}, 1, {"gradient_clip_val": 1.0}),
     "loopback": (
-        {"g_inter": 2, "transport": "loopback", "balance": "time"},
+        {"g_inter": 2, "transport": "loopback"},
         1,
         {"precision": "bf16-mixed", "gradient_clip_val": 1.0},
     ),
-    "ranks": ({"g_inter": 2, "balance": "time"}, 2, {"gradient_clip_val": 1.0}),
+    "ranks": ({"g_inter": 2}, 2, {"gradient_clip_val": 1.0}),
 }
 
 

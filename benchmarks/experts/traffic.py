@@ -10,18 +10,23 @@ does it. Prints a Markdown table.
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader
 
 from benchmarks.experts.step import Expert, Layer, Training
 from lightning_axosparse import AxoSparseStrategy, ExpertParallel, TensorParallel
-from lightning_axosparse.distributed.kept_results import KeptResults
+from lightning_axosparse.distributed.kept_results import KeptResults, collective
+from lightning_axosparse.distributed.mpi import process_group
+from lightning_axosparse.distributed.token_exchange import TokenExchange
 from lightning_axosparse.strategy import expert_parallel
 
 ROWS = {
@@ -43,18 +48,64 @@ class Both(Training):
         self.layers = nn.Sequential(*pairs)
 
 
+@dataclass
+class Traffic:
+    """What this rank has sent so far, and what it did not have to send.
+
+    Attributes:
+        tokens: bytes of tokens and their gradients sent to other ranks.
+        kept: bytes of results of collectives that the second pass of layers did not send again.
+    """
+
+    tokens: int = 0
+    kept: int = 0
+    _ran: bool = False
+
+    @classmethod
+    @contextmanager
+    def counted(cls) -> Iterator[Traffic]:
+        """Count inside the context."""
+        traffic, exchange = cls(), TokenExchange.exchange
+
+        def counted(self: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+            taken = exchange(self, rows, sent, received)
+            if traffic._ran and len(rows):
+                traffic.tokens += (sum(sent) - sent[self._group.rank()]) * rows[0].nbytes
+            return taken
+
+        with (
+            patch.object(process_group, "collective", traffic._collective),
+            patch.object(TokenExchange, "exchange", counted),
+        ):
+            yield traffic
+
+    def _collective(self, start: Callable[[], Any], outputs: Sequence[Tensor]) -> Any:
+        def run() -> Any:
+            self._ran = True
+            return start()
+
+        self._ran = False
+        work = collective(run, outputs)
+        if not self._ran:
+            self.kept += sum(output.nbytes for output in outputs)
+        return work
+
+
 class Counts(L.Callback):
     """Keeps what rank 0 has counted in all steps but the first, in MB a step."""
 
-    def __init__(self) -> None:
-        self.first = self.last = (0, 0)
+    def on_train_start(self, *_: Any) -> None:
+        self.counting = ExitStack()
+        self.traffic = self.counting.enter_context(Traffic.counted())
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.last = trainer.strategy.token_bytes, trainer.strategy.kept_bytes
+        self.last = self.traffic.tokens, self.traffic.kept
         if trainer.global_step == 1:
             self.first = self.last
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self.counting.close()
+        del self.counting  # which cannot be sent back
         steps = trainer.global_step - 1
         self.found = [(b - a) / steps / 1e6 for a, b in zip(self.first, self.last, strict=True)]
 

@@ -32,8 +32,8 @@ RANKS = 2
 PATIENCE = 120
 """Seconds after which a job counts as one that does not end."""
 
-STARTS = ("python", "restarts=1", "mpiexec")
-"""Whether the call starts the ranks, perhaps a second time when one is lost, or mpiexec does."""
+STARTS = ("python", "mpiexec")
+"""Whether the call starts the ranks, or mpiexec does."""
 
 MARK = "AXOSPARSE_FAULT"
 """The environment variable by which all processes of a job are found."""
@@ -92,8 +92,7 @@ def disturb(start: str, fault: str, chance: random.Random, expected: dict[str, A
         folder = Path(name)
         rank, step = chance.randrange(RANKS), chance.randrange(BATCHES, BATCHES * EPOCHS - 1)
         inside = fault.removesuffix(" of a rank") if fault.startswith("ex") else ""
-        restarts = "1" if start == "restarts=1" else "0"
-        command = [sys.executable, "-m", "benchmarks.faults.job", name, restarts]
+        command = [sys.executable, "-m", "benchmarks.faults.job", name]
         command += [inside, str(rank), str(step)] if inside else []
         if start == "mpiexec":
             mpiexec = Path(sys.executable).parent / "mpiexec"

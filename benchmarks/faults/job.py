@@ -1,6 +1,6 @@
 """A training of seconds that saves every epoch, in which one rank may go wrong.
 
-python -m benchmarks.faults.job FOLDER RESTARTS [FAULT RANK STEP]
+python -m benchmarks.faults.job FOLDER [FAULT RANK STEP]
 """
 
 from __future__ import annotations
@@ -100,6 +100,6 @@ def train(
 
 
 if __name__ == "__main__":
-    place, restarts = Path(sys.argv[1]), int(sys.argv[2])
-    fault, rank, step = (*sys.argv[3:], "", "-1", "-1")[:3]
-    train(place, 2, Disturbed(place, fault, int(rank), int(step), 0.05), restarts=restarts)
+    place = Path(sys.argv[1])
+    fault, rank, step = (*sys.argv[2:], "", "-1", "-1")[:3]
+    train(place, 2, Disturbed(place, fault, int(rank), int(step), 0.05))

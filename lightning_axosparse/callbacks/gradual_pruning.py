@@ -145,5 +145,5 @@ class GradualPruning(WeightPruning):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
-        pruned = None if self.ticket is not None else state.get("pruned")
+        pruned = None if self.ticket is not None else state["pruned"]
         self._pruned = None if pruned is None else Ticket.from_state_dict(pruned)

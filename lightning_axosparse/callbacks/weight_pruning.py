@@ -143,8 +143,8 @@ class WeightPruning(TicketCallback):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         super()._restore(state)
-        self._processor = state.get("processor")
-        self._rule = replace(self._rule, untrained=frozenset(state.get("untrained", ())))
+        self._processor = state["processor"]
+        self._rule = replace(self._rule, untrained=frozenset(state["untrained"]))
 
     def _masks(self, trainer: Trainer, ratio: float) -> MaskBits:
         """Compute the masks of the parameters that this rank counts."""

@@ -211,7 +211,7 @@ def _check(path: str | Path) -> None:
             return  # of another writer, without a checksum
         match = re.search(rb'"%s": "([0-9a-f]{8})"' % re.escape(_CHECKSUM).encode(), head)
         if match is None:
-            raise CorruptFileError("its checksum is missing, as in files of older versions")
+            raise CorruptFileError("it has no checksum")
         unsummed = head[: match.start(1)] + _UNSUMMED.encode() + head[match.end(1) :]
         checksum = crc32(unsummed)
         while block := file.read(_BLOCK):

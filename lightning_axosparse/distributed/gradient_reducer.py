@@ -206,11 +206,6 @@ class GradientReducer:
         self._longest = 0
         self._pool = BlockPool()
 
-    @property
-    def under_way(self) -> list[nn.Parameter]:
-        """The parameters of this batch whose all-reduce nothing has waited for yet."""
-        return list(self._bucket_of)
-
     def remove(self) -> None:
         """Remove the hooks from the parameters."""
         for hook in self._hooks.values():
@@ -246,18 +241,16 @@ class GradientReducer:
             hook = parameter.register_post_accumulate_grad_hook(self._on_accumulated)
             self._hooks[parameter] = hook
 
-    def finish(self) -> None:
-        """Start the remaining all-reduces and wait until every gradient is reduced."""
-        self.start_rest()
-        self.wait_for(self.under_way)
+    def finish(self, waits: bool = True) -> None:
+        """Start the remaining all-reduces, and wait until every gradient is reduced.
 
-    def start_rest(self) -> None:
-        """Start the remaining all-reduces.
-
-        ``param.grad`` is then the memory where the average will be after :meth:`wait_for`, which
-        makes it None where no rank has a gradient.
+        Args:
+            waits: False leaves the waiting to :meth:`wait_for`. Until then ``param.grad`` is the
+                memory where the average will be, also where no rank has a gradient.
         """
         self._start(self._buckets)
+        if waits:
+            self.wait_for(list(self._bucket_of))
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
         """Wait until the all-reduces of these parameters, which have started, are done."""

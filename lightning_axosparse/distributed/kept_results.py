@@ -21,13 +21,8 @@ def _run(start: Start, outputs: Sequence[Tensor]) -> dist.Work | None:
     return start()
 
 
-_now: tuple[Collective, bool] = _run, True
-"""What a collective does at this moment, and whether it sends anything."""
-
-
-def collectives_send() -> bool:
-    """Whether collectives run now, and do not return what they returned in the pass before."""
-    return _now[1]
+_now: Collective = _run
+"""What a collective does at this moment."""
 
 
 def collective(start: Start, outputs: Sequence[Tensor]) -> dist.Work | None:
@@ -40,15 +35,15 @@ def collective(start: Start, outputs: Sequence[Tensor]) -> dist.Work | None:
     Returns:
         Its work; None where the outputs are filled.
     """
-    own, sends = _now
-    with _replaced(_run, sends):  # A collective may consist of others.
-        return own(start, outputs)
+    now = _now
+    with _replaced(_run):  # A collective may consist of others.
+        return now(start, outputs)
 
 
 @contextmanager
-def _replaced(by: Collective, sends: bool) -> Iterator[None]:
+def _replaced(by: Collective) -> Iterator[None]:
     global _now
-    before, _now = _now, (by, sends)
+    before, _now = _now, by
     try:
         yield
     finally:
@@ -56,20 +51,15 @@ def _replaced(by: Collective, sends: bool) -> Iterator[None]:
 
 
 class KeptResults:
-    """The results of the collectives of a forward pass, in the order in which they began.
+    """The results of the collectives of a forward pass, in the order in which they began."""
 
-    Args:
-        count: called with the bytes of each result that the second pass gets.
-    """
-
-    def __init__(self, count: Callable[[int], None]) -> None:
-        self._count = count
+    def __init__(self) -> None:
         self._results: list[list[Tensor]] = []
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Keep results of the collectives in the context, behind those of earlier contexts."""
-        with _replaced(self._keep, sends=True):
+        with _replaced(self._keep):
             yield
 
     @contextmanager
@@ -80,9 +70,8 @@ class KeptResults:
         def fill(_: Start, outputs: Sequence[Tensor]) -> None:
             for output, result in zip(outputs, next(results), strict=True):
                 output.copy_(result)
-                self._count(result.nbytes)
 
-        with _replaced(fill, sends=False):
+        with _replaced(fill):
             yield
 
     def _keep(self, start: Start, outputs: Sequence[Tensor]) -> dist.Work:

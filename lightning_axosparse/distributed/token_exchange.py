@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_axosparse.distributed.kept_results import collectives_send
 from lightning_axosparse.support.torch_internals import graph_nodes
 
 Compute = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -43,7 +42,6 @@ class TokenExchange:
 
     Attributes:
         own: the numbers of the experts of this rank.
-        sent_bytes: bytes of tokens that this rank has sent to others, in all passes.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class TokenExchange:
         self._group, self._experts, self._same_tokens = group, experts, same_tokens
         first, end = (experts * rank // group.size() for rank in (group.rank(), group.rank() + 1))
         self.own = range(first, end)
-        self.sent_bytes = 0
 
     def __call__(self, tokens: Tensor, chosen: Tensor, weights: Tensor, compute: Compute) -> Tensor:
         """Compute tokens by their experts.
@@ -108,11 +105,7 @@ class TokenExchange:
     def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send rows to each rank of the group, and receive theirs."""
         taken = rows.new_empty((sum(received), *rows.shape[1:]))
-        rows = rows.contiguous()
-        dist.all_to_all_single(taken, rows, received, sent, group=self._group)
-        if collectives_send() and len(rows):
-            of_others = sum(sent) - sent[self._group.rank()]
-            self.sent_bytes += of_others * rows[0].nbytes
+        dist.all_to_all_single(taken, rows.contiguous(), received, sent, group=self._group)
         return taken
 
 

@@ -7,8 +7,9 @@ min(S - stage, in-flight limit)):
                      forwards remain
     message-driven   prefers forward      prefers backward   runs the other, if there is slack
     1f1b             forward              backward           waits
-    gpipe            forward              forward, until     waits
-                                          all are done
+
+Where the loss is differentiated once a batch, all forward passes run before all backward passes, as
+in GPipe (Huang et al., NeurIPS 2019), with every schedule.
 
 The preference of the message-driven schedule is 1F1B's and not AxoNN's backward-first: at the same
 memory, draining backwards first starves the later stages. What makes it faster than 1F1B is slack,
@@ -137,13 +138,6 @@ class OneForwardOneBackward(Schedule):
         return "backward" if can_backward else None
 
 
-class GPipe(OneForwardOneBackward):
-    """All forwards, then all backwards (Huang et al., NeurIPS 2019), for comparison."""
-
-    def __init__(self, stage: int, stages: int, microbatches: int, in_flight: int, *_: Any) -> None:
-        super().__init__(stage, stages, microbatches, in_flight, forwards_first=True)
-
-
 class ForwardOnly(Schedule):
     """Evaluation: a micro-batch is done, and no longer held, once it has gone forward."""
 
@@ -165,6 +159,5 @@ class ForwardOnly(Schedule):
 SCHEDULES: dict[str, type[Schedule]] = {
     "message-driven": MessageDriven,
     "1f1b": OneForwardOneBackward,
-    "gpipe": GPipe,
 }
-"""The schedules by name; the last one is for benchmarks and the simulator alone."""
+"""The schedules by name."""

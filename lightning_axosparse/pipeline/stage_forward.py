@@ -457,7 +457,7 @@ class PipelinedLayers:
             return compute(*args, **kwargs)
         part = self.parts[run.stage]
         if run.segment is None or checkpointing.begins_segment(index - part.start, len(part)):
-            run.segment = Segment(checkpointing.device, self.remember, checkpointing.count)
+            run.segment = Segment(checkpointing.device, self.remember)
         return run.segment.run(self.names[index], self.layers[index], compute, args, kwargs)
 
     def _outside_step(

@@ -15,12 +15,12 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.support.arguments import (
     BOOL,
     COUNT,
     FUNCTION,
-    INDEX,
     LAYERS,
     NAMES,
     NONE,
@@ -36,6 +36,11 @@ from lightning_axosparse.support.troubleshooting import see
 P = ParamSpec("P")
 S = TypeVar("S")
 
+_BALANCE = one_of("parameters") | Kind(
+    f"{LAYERS.wanted}. The first batches of a run log the time of each stage if one computes much "
+    "longer than the others",
+    LAYERS.fits,
+)
 _TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind(
     "a datetime.timedelta above 0",
     lambda value: isinstance(value, timedelta) and value > timedelta(0),
@@ -72,7 +77,7 @@ class Config(Plugins):
     g_inter: int = 1
     microbatches: int | None = None
     pipeline: str | Sequence[str] | None = None
-    balance: Literal["parameters", "time"] | Sequence[int] = "parameters"
+    balance: Literal["parameters"] | Sequence[int] = "parameters"
     in_flight: int | None = None
     schedule: Literal["message-driven", "1f1b"] = "message-driven"
     transport: Literal["mpi", "loopback"] = "mpi"
@@ -85,7 +90,6 @@ class Config(Plugins):
     tensor_parallel: TensorParallel | int = 1
     expert_parallel: ExpertParallel | int = 1
     timeout: float | timedelta = timedelta(minutes=30)
-    restarts: int = 0
 
     def __post_init__(self) -> None:
         """Check each argument, then their combinations."""
@@ -96,9 +100,9 @@ class Config(Plugins):
             g_inter=COUNT,
             microbatches=COUNT | NONE,
             pipeline=TEXT | NAMES | NONE,
-            balance=one_of("parameters", "time") | LAYERS,
+            balance=_BALANCE,
             in_flight=COUNT | NONE,
-            schedule=one_of("message-driven", "1f1b"),
+            schedule=one_of(*SCHEDULES),
             transport=one_of("mpi", "loopback"),
             split_batch=FUNCTION | NONE,
             loss=one_of("auto", "whole", "parts"),
@@ -109,7 +113,6 @@ class Config(Plugins):
             tensor_parallel=COUNT | instance_of("a TensorParallel", TensorParallel),
             expert_parallel=COUNT | instance_of("an ExpertParallel", ExpertParallel),
             timeout=_TIMEOUT,
-            restarts=INDEX,
         )
         self._check_grid()
         self._check_schedule()
@@ -179,7 +182,6 @@ class Config(Plugins):
             ranks, name = self.experts.ranks, "expert_parallel"
         unsupported = {
             "transport": self.transport == "loopback",
-            "balance": self.balance == "time",
             "regrid": self.regrid is not None,
         }
         for other in (each for each, is_given in unsupported.items() if is_given):

@@ -242,11 +242,6 @@ class SpreadExperts:
             for layer in expert_layers(module, experts, group.size())
         ]
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of tokens and their gradients that this rank has sent to others."""
-        return sum(exchange.sent_bytes for _, exchange in self._layers)
-
     def split_parameters(self, local: Mapping[str, OwnedParameter]) -> dict[str, SplitParameter]:
         """Return the parameters of this stage's experts; forget the experts of other stages."""
         splits: dict[str, SplitParameter] = {}

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import ReduceOp
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
@@ -30,7 +29,6 @@ from lightning_axosparse.strategy.validation import validate_local_rank, validat
 from lightning_axosparse.support.files import keep_sockets_in
 from lightning_axosparse.support.memory import map_larger_blocks
 from lightning_axosparse.support.patched import patched
-from lightning_axosparse.support.troubleshooting import see
 
 T = TypeVar("T")
 
@@ -162,17 +160,11 @@ class MPIStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         devices = len(self.parallel_devices or ())
-        job_size, restarts = environment.job_size(), self.config.restarts
+        job_size = environment.job_size()
         validate_world_size(devices, self.num_nodes, job_size)
         self._grid_of(0)  # It raises an error if the ranks cannot form the grid.
         if job_size == 1 and self._rank_count > 1:
-            self._launcher = MPILauncher(self, self._rank_count, restarts)
-        elif restarts:
-            rank_zero_warn(
-                f"restarts={restarts} does nothing here: the call starts no ranks. For those "
-                "that mpiexec or srun has started, docs/clusters.md shows how a job begins again."
-                + see("starting-ranks")
-            )
+            self._launcher = MPILauncher(self, self._rank_count)
 
     @property
     def _rank_count(self) -> int:

@@ -132,7 +132,7 @@ class PipelineStrategy(MPIStrategy):
         if self._tensors is not None:
             with self._tensors.configuring():
                 yield
-        elif layers.is_distributed and not layers.balances_by_time:
+        elif layers.is_distributed:
             with DeferredInit() as deferred:
                 yield
             # Each weight is sparsified before the next one is written.
@@ -182,7 +182,6 @@ class PipelineStrategy(MPIStrategy):
                 advise_on_dropout(self._module)
             # Only in a fit: optimizers of an earlier one may belong to another module.
             optimizers = self.optimizers
-        partition = layers.balanced(partition)
         self._log_start(partition, trainer)
         experts = None
         if self._groups.experts is not None:

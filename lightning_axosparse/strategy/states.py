@@ -212,6 +212,6 @@ class Running:
 
     def after_draw(self) -> None:
         """Use the memory that pruning has freed."""
-        self.runner.measure_again()
+        self.runner.limit.measure_again()
         if self.regrid is not None:
             self.regrid.after_draw()

@@ -49,10 +49,8 @@ class AxoSparseStrategy(PipelineStrategy):
             in which ``forward`` calls them with the module's ``example_input_array``, or else the
             step with a batch of the loader. These calls compute no values, and consume no batch.
         balance: "parameters" partitions the layers so that the largest stage is as small as
-            possible, "time" so that the slowest stage is as fast as possible, timing the layers on
-            the module's ``example_input_array``, which should be like a micro-batch; a sequence
-            gives the number of layers of each stage. If with "parameters" a stage computes much
-            longer than the others, a message in the first batches says so.
+            possible; a sequence gives the number of layers of each stage. If a stage computes
+            much longer than the others, the first batches log the time of each.
         in_flight: most micro-batches that a stage may hold between forward and backward. None takes
             as many as memory allows after the first step, and again after a ticket was drawn: from
             ``g_inter``, as in 1F1B, to ``2 * g_inter``, which hides jitter and latency. Losses and
@@ -98,10 +96,6 @@ class AxoSparseStrategy(PipelineStrategy):
             rank that can be reached prints where it is, and the job ends with the names of those
             that do not answer. It should be longer than anything that one rank may do while others
             wait for it: its first batch, a batch that comes late, a checkpoint.
-        restarts: how many times at most ``fit`` restarts, from the newest complete checkpoint that
-            it has saved or from its start, after a rank was killed, as when memory runs out. It
-            works only if the call starts the ranks; after an exception of your code ``fit`` does
-            not restart.
         accelerator: as for Lightning's strategies, like the rest.
         parallel_devices: the devices of the ranks of this node.
         cluster_environment: says how the cluster works, such as how Slurm requeues jobs.
@@ -156,21 +150,6 @@ class AxoSparseStrategy(PipelineStrategy):
         """Bytes of gradients that this rank all-reduced in its last step."""
         reducer = self._state.run.stage_module.shared.reducer
         return 0 if reducer is None else reducer.reduced_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of tokens and their gradients that this rank has sent to others in this run."""
-        experts = self._state.run.stage_module.experts
-        return 0 if experts is None else experts.sent_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        """With ``recompute``, bytes that collectives inside of layers did not send again.
-
-        They are those of results in this run that this rank has stored for the second computation.
-        """
-        recompute = self._state.run.stage_module.recompute
-        return 0 if recompute is None else recompute.kept_bytes
 
     @property
     def in_flight(self) -> int:

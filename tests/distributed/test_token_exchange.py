@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.experts.traffic import Traffic
 from lightning_axosparse.distributed.mpi.process_group import init_process_group
 from lightning_axosparse.distributed.token_exchange import TokenExchange, exchange_nothing
 from tests.ranks import run_ranks
@@ -69,10 +70,10 @@ def on_rank() -> dict[str, Any]:
             return computed(rows, numbers, weights, own) if len(rows) or not some else rows
 
         tokens, chosen, weights = drawn(row, rank)
-        result = exchange(tokens, chosen, weights, compute)
-        result.square().sum().backward()
+        with Traffic.counted() as traffic:
+            result = exchange(tokens, chosen, weights, compute)
+            result.square().sum().backward()
         gradients = [tokens.grad, weights.grad, own.grad]
-        sent = exchange.sent_bytes
         # Then without a gradient on one rank, and by tokens that need none.
         own.grad = None
         result = exchange(tokens.detach(), chosen, weights.detach(), compute)
@@ -80,7 +81,7 @@ def on_rank() -> dict[str, Any]:
             exchange_nothing([None, result])
         elif result.requires_grad:
             result.square().sum().backward()
-        found[row] = result.detach(), gradients, any_tokens, sent, own.grad
+        found[row] = result.detach(), gradients, any_tokens, traffic.tokens, own.grad
     return found
 
 
@@ -149,10 +150,11 @@ def with_shares() -> dict[str, Any]:
             return computed(rows, numbers, weights, own) if len(rows) else rows
 
         tokens, chosen, weights = drawn("of all experts", replica)
-        result = exchange(tokens, chosen, weights, compute)
-        result.square().sum().backward()
+        with Traffic.counted() as traffic:
+            result = exchange(tokens, chosen, weights, compute)
+            result.square().sum().backward()
         assert own.grad is not None
-        found[way] = result.detach(), tokens.grad, weights.grad, own.grad, exchange.sent_bytes
+        found[way] = result.detach(), tokens.grad, weights.grad, own.grad, traffic.tokens
     return found
 
 

@@ -61,9 +61,16 @@ def leader(tell: Callable[[Tensor], None]) -> SharedOrder:
     g_tensor=st.integers(1, 3),
     microbatches=st.integers(1, 6),
     slack=st.integers(0, 3),
+    forwards_first=st.booleans(),
 )
 def test_every_order_of_messages_ends_with_the_same_passes_in_a_group(
-    data: st.DataObject, name: str, stages: int, g_tensor: int, microbatches: int, slack: int
+    data: st.DataObject,
+    name: str,
+    stages: int,
+    g_tensor: int,
+    microbatches: int,
+    slack: int,
+    forwards_first: bool,
 ) -> None:
     kind = ForwardOnly if name == "forward only" else SCHEDULES[name]
     limit = stages + slack
@@ -80,7 +87,7 @@ def test_every_order_of_messages_ends_with_the_same_passes_in_a_group(
 
         orders = [leader(tell), *(follower(there) for _, there in mine)]
         for tensor_rank, order in enumerate(orders):
-            schedule = kind(stage, stages, microbatches, limit)
+            schedule = kind(stage, stages, microbatches, limit, forwards_first)
             ranks[stage, tensor_rank] = Rank(schedule, order, stage == 0, stage == stages - 1)
     moves = 0
     while not all(rank.schedule.finished for rank in ranks.values()):

@@ -358,14 +358,10 @@ def test_layers_called_outside_a_step() -> None:
 
 def test_the_in_flight_limit_bounds_what_stages_hold() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    for schedule, expected in (
-        ("1f1b", {0: 4, 1: 3, 2: 2, 3: 1}),
-        ("gpipe", {0: 8, 1: 8, 2: 8, 3: 8}),
-    ):
-        pipe, dealt = pipeline(model, 4, schedule, in_flight=8)
-        train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8, parted=True)
-        dealt.uninstall()
-        assert pipe.peak_in_flight == expected
+    pipe, dealt = pipeline(model, 4, "1f1b", in_flight=8)
+    train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8, parted=True)
+    dealt.uninstall()
+    assert pipe.peak_in_flight == {0: 4, 1: 3, 2: 2, 3: 1}
     for limit in (1, 2, 5):
         pipe, dealt = pipeline(model, 4, in_flight=limit)
         train(pipe, lambda b: model(b).mean(), torch.randn(8, 6), 8, parted=True)

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
-from contextlib import nullcontext
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy, sparsify
 from lightning_axosparse.pipeline import profile
-from lightning_axosparse.pipeline.profile import StageTimes, activation_bytes, profile_layers
+from lightning_axosparse.pipeline.profile import StageTimes, activation_bytes
 from lightning_axosparse.support import trace
 from tests.parity.cases import CLASSES, FEATURES, Net, loader, trainer
-from tests.quiet import QUIET
-from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 BATCH, WIDTH = 8, 16
@@ -108,165 +100,11 @@ def test_a_gpu_counts_for_itself(monkeypatch: pytest.MonkeyPatch, before: int) -
         assert measured() == HIDDEN + 300
 
 
-class Clock:
-    """Time that passes in layers alone, forward and back, as much as each of them says."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, clock: Clock, seconds: float) -> Tensor:
-        ctx.clock, ctx.seconds = clock, seconds
-        clock.now += seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.clock.now += 2 * ctx.seconds
-        return gradient, None, None
-
-
-class Layer(nn.Module):
-    def __init__(self, clock: Clock, seconds: float) -> None:
-        super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout()
-        self.clock, self.seconds = clock, seconds
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        return Slow.apply(self.dropout(self.norm(self.linear(x))) * scale, self.clock, self.seconds)
-
-
-class Network(L.LightningModule):
-    """Layers of equal size, of which the first takes as long as all others."""
-
-    def __init__(self, clock: Clock, example: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(clock, seconds) for seconds in (6.0, 1.0, 1.0, 2.0, 2.0))
-        self.example_input_array = example
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, scale=scale)
-        return x
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (x,) = batch
-        return self(x, torch.ones(len(x), 1)).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def example() -> tuple[Tensor, Tensor]:
-    return torch.randn(3, 4), torch.ones(3, 1)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(profile, "perf_counter", made)
-    return made
-
-
-def test_a_forward_and_a_backward_pass_are_timed_and_nothing_is_left_behind(clock: Clock) -> None:
-    network = Network(clock, example())
-    layers = {f"layers.{i}": layer for i, layer in enumerate(network.layers)}
-    before = {name: value.clone() for name, value in network.state_dict().items()}
-    state = torch.get_rng_state()
-    seconds = profile_layers(layers, lambda: network(*example()), nullcontext, CPU)
-    assert seconds == [18.0, 3.0, 3.0, 6.0, 6.0]
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(before[name], value) for name, value in network.state_dict().items())
-    assert all(parameter.grad is None for parameter in network.parameters())
-    assert not any(layer._forward_pre_hooks for layer in network.layers)
-
-
-def test_a_layer_that_the_example_does_not_reach_is_refused(clock: Clock) -> None:
-    network = Network(clock, example())
-    layers = {f"layers.{i}": layer for i, layer in enumerate(network.layers)}
-    with pytest.raises(MisconfigurationException, match=r"did not call layer 'layers\.0'"):
-        profile_layers(layers, lambda: None, nullcontext, CPU)
-
-
-class Held(L.Callback):
-    """Notes which layers' parameters live on this rank."""
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self.layers = sorted({name[:8] for name in trainer.strategy.local_parameters()})
-
-
-def fit(network: Network, ranks: int = 1, **options: Any) -> tuple[list[str], list[str]]:
-    """Train a step; what was logged of the partition, and the layers on this rank."""
-    logged: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logger = rank_zero.log  # of whichever Lightning package was imported last
-    logger.addHandler(handler)
-    held = Held()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=ranks,
-        max_steps=1,
-        **QUIET,
-        strategy=AxoSparseStrategy(g_inter=2, microbatches=4, **options),
-        callbacks=[held],
-    )
-    trainer.fit(network, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=8))
-    logger.removeHandler(handler)
-    return [message for message in logged if " stages: layers" in message], held.layers
-
-
-def fit_by_time(ranks: int) -> tuple[list[str], list[str]]:
-    from lightning_axosparse.pipeline import profile as profile_on_rank
-
-    L.seed_everything(0, verbose=False)
-    clock = Clock()
-    profile_on_rank.perf_counter = clock
-    return fit(Network(clock, example()), ranks, balance="time")
-
-
-def test_layers_are_partitioned_by_the_time_that_the_first_rank_measures() -> None:
-    # The first rank has the last stage.
-    (logged, last), (logged_on_second, first) = run_ranks(2, fit_by_time, 2)
-    assert first == ["layers.0"]
-    assert last == ["layers.1", "layers.2", "layers.3", "layers.4"]
-    ((grid, partition, memory),) = (re.split(r"[:;] ", line) for line in logged)
-    assert grid == "2 stages"
-    assert partition == (
-        "layers 'layers.0' to 'layers.4' in 1 + 4, "
-        "the largest stage with 1.00 times the mean stage's time"
-    )
-    assert re.fullmatch(r"[\d,.]+ GB of memory free\.", memory)
-    assert logged_on_second == []
-
-
-@pytest.mark.parametrize(
-    ("balance", "parts", "worst"), [("parameters", "2 + 3", 1.2), ([1, 4], "1 + 4", 1.6)]
-)
-def test_the_expected_imbalance_is_logged(
-    clock: Clock, balance: Any, parts: str, worst: float
-) -> None:
-    ((message,), _) = fit(Network(clock, None), balance=balance, transport="loopback")
-    assert f" in {parts}, the largest stage with {worst:.2f} times the mean stage's par" in message
-
-
-def test_what_cannot_be_timed_is_refused(clock: Clock) -> None:
-    with pytest.raises(MisconfigurationException, match="Network on its example_input_array"):
-        fit(Network(clock, None), balance="time", transport="loopback")
-    with pytest.raises(MisconfigurationException, match="balance='size' must be"):
-        AxoSparseStrategy(g_inter=2, balance="size")
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [
         (0.009, []),
-        (0.002, ["Stage 0 computes 1.7 times as long as the mean stage", "10, 2 ms", "'time'"]),
+        (0.002, ["Stage 0 computes 1.7 times as long as the mean stage", "10, 2 ms", "balance=["]),
         (0.05, ["Stage 1 computes 1.7 times as long", "10, 50 ms"]),
     ],
 )

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from lightning_axosparse.pipeline.schedule import (
     SCHEDULES,
     ForwardOnly,
-    GPipe,
     MessageDriven,
     OneForwardOneBackward,
     Op,
@@ -81,8 +80,6 @@ def test_no_stage_holds_more_than_the_limit(shape: tuple[int, int, int], seed: i
         assert peak <= limit
     for stage, (_, peak) in enumerate(drive(OneForwardOneBackward, stages, microbatches, 99, seed)):
         assert peak == min(stages - stage, microbatches)
-    for _, peak in drive(GPipe, stages, microbatches, limit, seed):
-        assert peak == microbatches
 
 
 @pytest.mark.parametrize("schedule", EVERY)

@@ -36,7 +36,7 @@ def measured(precision: str, compute: Compute | None, ratio: float) -> int:
             mask = torch.zeros(parameter.numel(), dtype=torch.bool)
             mask[torch.randperm(mask.numel())[round(ratio * mask.numel()) :]] = True
             masks[name] = mask.view(parameter.shape)
-        sparsify(model, masks, optimizer, "segments", compute)
+        sparsify(model, masks, optimizer, compute)
     for _ in range(2):
         dtype = AUTOCAST.get(precision, torch.bfloat16)
         with torch.autocast("cpu", dtype, enabled=precision in AUTOCAST):

@@ -26,10 +26,12 @@ def run(
     in_flight: int = 99,
     forward=1.0,
     backward=2.0,
+    forwards_first=False,
     **kwargs,
 ) -> Simulation:
     stages, microbatches = shape
-    schedules = [SCHEDULES[name](i, stages, microbatches, in_flight) for i in range(stages)]
+    given = microbatches, in_flight, forwards_first
+    schedules = [SCHEDULES[name](i, stages, *given) for i in range(stages)]
     return simulate(schedules, forward, backward, **kwargs)
 
 
@@ -55,17 +57,17 @@ def closed_form(shape: tuple[int, int], forward: float, backward: float) -> floa
 
 
 @given(
-    name=st.sampled_from(["1f1b", "gpipe"]),
+    forwards_first=st.booleans(),
     shape=shapes,
     forward=seconds,
     backward=seconds,
     slack=st.integers(0, 6),
 )
 def test_a_static_order_without_messages_to_wait_for_takes_the_closed_form(
-    name: str, shape: tuple[int, int], forward: float, backward: float, slack: int
+    forwards_first: bool, shape: tuple[int, int], forward: float, backward: float, slack: int
 ) -> None:
     stages, microbatches = shape
-    simulation = run(shape, name, stages + slack, forward, backward)
+    simulation = run(shape, "1f1b", stages + slack, forward, backward, forwards_first)
     expected = closed_form(shape, forward, backward)
     assert simulation.makespan == pytest.approx(expected, rel=1e-6)
     assert simulation.bubble == pytest.approx(
@@ -104,13 +106,21 @@ def test_a_forward_that_fills_a_gap_can_delay_a_gradient() -> None:
     assert slack.makespan == pytest.approx(14 * 2.3)
 
 
-@given(name=names, shape=shapes, limit=st.integers(1, 14), wire=wires, seed=seeds)
+@given(
+    name=names,
+    forwards_first=st.booleans(),
+    shape=shapes,
+    limit=st.integers(1, 14),
+    wire=wires,
+    seed=seeds,
+)
 def test_every_pass_runs_once_after_what_it_needs_and_no_two_at_once(
-    name: str, shape: tuple[int, int], limit: int, wire: Wire, seed: int
+    name: str, forwards_first: bool, shape: tuple[int, int], limit: int, wire: Wire, seed: int
 ) -> None:
     stages, microbatches = shape
     times = jittered(shape, seed)
-    simulation = run(shape, name, limit, **times, wires=wire, message_bytes=1.0)
+    options = {"forwards_first": forwards_first, "wires": wire, "message_bytes": 1.0}
+    simulation = run(shape, name, limit, **times, **options)
     passes = {
         (span.activity, span.stage, span.microbatch): span
         for span in simulation.spans
@@ -212,9 +222,10 @@ def test_message_driven_is_never_much_slower_than_1f1b(slack: int, bound: float)
 def test_messages_queue_on_a_link_that_carries_one_at_a_time() -> None:
     simulation = run(
         (2, 2),
-        "gpipe",
+        "1f1b",
         forward=1.0,
         backward=1.0,
+        forwards_first=True,
         wires=Wire(latency=0.5, bandwidth=10.0),
         message_bytes=30.0,
     )

@@ -32,10 +32,18 @@ def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"schedule": "later"}, "schedule='later' must be"),
-        ({"schedule": "gpipe"}, "schedule='gpipe' must be"),
         ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs"),
     ],
 )
 def test_schedules(options: dict[str, Any], message: str) -> None:
     with pytest.raises(MisconfigurationException, match=message):
         AxoSparseStrategy(g_inter=2, **options)
+
+
+@pytest.mark.parametrize("balance", ["time", "size", [], [1.0, 2.0]])
+def test_a_balance_is_by_parameters_or_by_numbers_of_layers(balance: Any) -> None:
+    said = (
+        r"balance=.* must be 'parameters', or .* such as \[3, 5\]\. .* log the time of each stage"
+    )
+    with pytest.raises(MisconfigurationException, match=said):
+        AxoSparseStrategy(g_inter=2, balance=balance)

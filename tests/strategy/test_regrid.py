@@ -27,9 +27,7 @@ from tests.ranks import run_ranks
 def partition(stages: int, layers: int = 8) -> Partition:
     size = layers // stages
     parts = [range(stage * size, (stage + 1) * size) for stage in range(stages)]
-    return Partition(
-        [str(i) for i in range(layers)], [nn.Identity()] * layers, parts, [1.0] * layers, ""
-    )
+    return Partition([str(i) for i in range(layers)], [nn.Identity()] * layers, parts, [1] * layers)
 
 
 def memories(stages: int, state: int, activations: int, room: int) -> list[RankMemory]:

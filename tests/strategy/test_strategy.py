@@ -128,11 +128,6 @@ def test_the_string_names_the_strategy() -> None:
     fit(run, Net())
 
 
-def test_restarts_of_ranks_that_the_call_does_not_start_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match="restarts=1 does nothing here: the call starts no ranks"):
-        trainer(AxoSparseStrategy(restarts=1))
-
-
 def test_one_rank_starts_no_mpi(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys\n"

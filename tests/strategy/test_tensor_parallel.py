@@ -41,7 +41,6 @@ HEADS = {"model.*.q_proj": COLUMNS, "model.*.k_proj": COLUMNS, "model.*.o_proj":
     ("options", "message"),
     [
         ({"transport": "loopback"}, "transport='loopback' does not work with tensor_parallel=2"),
-        ({"balance": "time"}, "balance='time' does not work"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
         ({"tensor_parallel": 0}, "tensor_parallel=0 must be"),
         ({"tensor_parallel": PLAN}, "tensor_parallel={.* must be .*, or a TensorParallel"),

@@ -38,7 +38,7 @@ _SAME_BOTH_TIMES = (
 Contexts = Callable[[], AbstractContextManager[None]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ActivationCheckpointing:
     """The division of a stage's layers into segments.
 
@@ -49,17 +49,11 @@ class ActivationCheckpointing:
 
     every: int | Literal["sqrt"]
     device: torch.device
-    kept_bytes: int = 0
-    """Bytes of the results of collectives that second passes have read instead of running them."""
 
     def begins_segment(self, position: int, layers: int) -> bool:
         """Whether a segment begins with the layer at ``position`` of a stage of ``layers``."""
         length = isqrt(layers - 1) + 1 if self.every == "sqrt" else self.every
         return position % length == 0
-
-    def count(self, nbytes: int) -> None:
-        """Add to :attr:`kept_bytes`."""
-        self.kept_bytes += nbytes
 
 
 @dataclass(frozen=True)
@@ -163,21 +157,19 @@ class Segment:
         device: device of the layers.
         remember: called with a layer before it is computed; returns a function that makes a context
             in which the layer has its present attributes, and after which its changes are undone.
-        count: called with the bytes that a collective need not send again.
     """
 
     def __init__(
         self,
         device: torch.device,
         remember: Callable[[nn.Module], Contexts] = lambda layer: nullcontext,
-        count: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
         self._device, self._remember = device, remember
         self._calls: list[_Call] = []
         self._outputs: list[tuple[weakref.ref[Tensor], int] | None] = []
         self._shapes: list[torch.Size] = []
         self._recomputed: dict[int, Tensor] = {}
-        self._collectives = KeptResults(count)
+        self._collectives = KeptResults()
 
     def run(
         self,

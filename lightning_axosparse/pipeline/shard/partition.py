@@ -143,16 +143,14 @@ class Partition(NamedTuple):
         names: the layers' names in the module.
         layers: the layers, in order.
         parts: the layer indices of each stage.
-        costs: the cost of each layer.
-        measure: the unit of the costs, "parameters" or "time".
+        costs: the number of parameters of each layer.
         given: whether the user gave the number of layers of each stage.
     """
 
     names: list[str]
     layers: list[nn.Module]
     parts: list[range]
-    costs: Sequence[float]
-    measure: str
+    costs: Sequence[int]
     given: bool = False
 
     def with_stages(self, stages: int) -> Partition:
@@ -169,18 +167,13 @@ class Partition(NamedTuple):
             parts = balance(self.costs, stages)
         return self._replace(parts=parts)
 
-    def by_time(self, seconds: Sequence[float]) -> Partition:
-        """Partition the same layers so that the slowest stage takes as little time as possible."""
-        parts = balance(seconds, len(self.parts))
-        return self._replace(parts=parts, costs=seconds, measure="time")
-
     def __str__(self) -> str:
         """Return the number of layers of each stage, and the ratio of largest to mean cost."""
         sizes = " + ".join(str(len(part)) for part in self.parts)
         worst = imbalance(self.costs, self.parts)
         return (
             f"layers {self.names[0]!r} to {self.names[-1]!r} in {sizes}, "
-            f"the largest stage with {worst:.2f} times the mean stage's {self.measure}"
+            f"the largest stage with {worst:.2f} times the mean stage's parameters"
         )
 
 
@@ -188,7 +181,7 @@ class UnknownOrderError(MisconfigurationException):
     """The order in which a step calls several containers or modules is not known."""
 
 
-UNPARTITIONED = Partition([], [], [range(0)], [], "parameters")
+UNPARTITIONED = Partition([], [], [range(0)], [])
 """One stage, which computes the whole module."""
 
 
@@ -208,7 +201,7 @@ def partition_layers(
     counts = count_parameters([*layers.values()])
     parts = balance(counts, stages) if sizes is None else parts_of_sizes(sizes, len(layers), stages)
     given = sizes is not None
-    return Partition([*layers], [*layers.values()], parts, counts, "parameters", given)
+    return Partition([*layers], [*layers.values()], parts, counts, given)
 
 
 def find_layers(

@@ -31,7 +31,7 @@ from lightning_axosparse.sparse.module.sparse_module import (
     validate_class,
 )
 from lightning_axosparse.sparse.ops import convolution, embedding
-from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
+from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import compress_gradient
@@ -53,14 +53,12 @@ from lightning_axosparse.support.troubleshooting import see
     module=MODULE,
     masks=MASKS,
     optimizer=OPTIMIZER | NONE,
-    index_format=one_of(*FORMATS) | NONE,
     compute=one_of(*COMPUTES),
 )
 def sparsify(
     module: nn.Module,
     masks: Mapping[str, Tensor],
     optimizer: Optimizer | None = None,
-    index_format: str | None = None,
     compute: Compute = "auto",
 ) -> None:
     """Store only the unpruned values of the named parameters of ``module``, in place.
@@ -81,10 +79,8 @@ def sparsify(
             entries, as a ratio that rises does.
         optimizer: the optimizer that holds the parameters, if there is one; its state of them is
             compressed.
-        index_format: how the positions of unpruned entries are stored: "segments" or "bitmap"
-            (``sparse/store/formats.py``); None selects the fastest on the parameter's device.
-        compute: how linear layers and, in float32, convolutions run. On CPU, with the index format
-            "segments": "sparse": with the unpruned values; "dense": with a dense weight,
+        compute: how linear layers and, in float32, convolutions run. On CPU, for weights that were
+            made sparse there: "sparse": with the unpruned values; "dense": with a dense weight,
             materialized in parts at every use; "auto": as is faster for the density and, in 16
             bits, on this processor (``sparse/cpu/products.py``, ``sparse/ops/convolution.py``).
             Everywhere "samo": with a dense copy that stays in memory, in the dtype that products
@@ -94,9 +90,9 @@ def sparsify(
             bits are float32.
 
     Raises:
-        ValueError: for an argument of another type, an index format, name, shape or dtype that does
-            not fit, a parameter or a mask on the meta device, a mask that keeps entries that are
-            pruned already, and optimizer state that is not elementwise. Nothing has changed then.
+        ValueError: for an argument of another type, a name, shape or dtype that does not fit, a
+            parameter or a mask on the meta device, a mask that keeps entries that are pruned
+            already, and optimizer state that is not elementwise. Nothing has changed then.
         MisconfigurationException: for an optimizer that updates a matrix otherwise than the vector
             of its entries. Nothing has changed then, either.
     """
@@ -111,7 +107,7 @@ def sparsify(
                 + see("sparse-storage")
             )
         entry = by_name[name]
-        layout = _checked_layout(name, entry, mask, index_format)
+        layout = _checked_layout(name, entry, mask)
         _, known = layouts.setdefault(id(entry.parameter), (entry, layout))
         if not known.same_entries(layout):
             raise ValueError(
@@ -157,9 +153,7 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     renew_reducers(module)
 
 
-def _checked_layout(
-    name: str, entry: OwnedParameter, mask: Tensor, index_format: str | None
-) -> Layout:
+def _checked_layout(name: str, entry: OwnedParameter, mask: Tensor) -> Layout:
     parameter, present, shape = entry.parameter, entry.layout, entry.shape
     validate_mask(name, mask)
     if mask.shape != shape:
@@ -178,7 +172,7 @@ def _checked_layout(
             f"'{name}' is of {parameter.dtype}; only floating parameters are pruned."
             + see("sparse-storage")
         )
-    layout = layout_of(mask.to(parameter.device), index_format)
+    layout = layout_of(mask.to(parameter.device))
     if present is not None and int(present.compress(layout.mask()).sum()) < layout.nnz:
         raise ValueError(
             f"The mask of '{name}' keeps entries that are pruned already ({present.nnz} of "

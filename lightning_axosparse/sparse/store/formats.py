@@ -37,7 +37,6 @@ from lightning_axosparse.sparse.store.layout import (
     is_stack,
     row_length,
 )
-from lightning_axosparse.support.troubleshooting import see
 
 
 @dataclass(eq=False)
@@ -202,17 +201,8 @@ def layout_of(mask: Tensor, index_format: str | None = None) -> Layout:
         mask: False where an entry is pruned.
         index_format: "segments" or "bitmap"; None selects "bitmap" for a mask on CUDA, else
             "segments".
-
-    Raises:
-        ValueError: for another format.
     """
-    index_format = index_format or ("bitmap" if mask.is_cuda else "segments")
-    if index_format not in FORMATS:
-        raise ValueError(
-            f"Unknown index format '{index_format}'. Choose one of {list(FORMATS)}."
-            + see("sparse-storage")
-        )
-    return FORMATS[index_format].from_mask(mask)
+    return FORMATS[index_format or ("bitmap" if mask.is_cuda else "segments")].from_mask(mask)
 
 
 def _line_entries(shape: torch.Size) -> int:

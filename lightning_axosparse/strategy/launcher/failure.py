@@ -17,7 +17,6 @@ from lightning_axosparse.strategy.launcher.pickling import can_be_copied, load, 
 from lightning_axosparse.support.troubleshooting import see
 
 _SEE = see("failing-and-waiting-ranks")
-_CRASHES = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 _PACKAGE = str(Path(__file__).parents[2])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _REPORT_SECONDS = 1.0  # for guards to note how ranks have ended, as mpiexec does not wait for them
@@ -30,15 +29,7 @@ class RankFailedError(RuntimeError):
     Other exceptions of ranks are raised again in the caller. The message names the rank, its stage
     and its replica. If the rank was killed, it says what the rank was doing; if ranks wait for one
     another, what each is doing.
-
-    Args:
-        message: the message.
-        was_killed: whether a process was killed, so that the call may succeed after a restart.
     """
-
-    def __init__(self, message: str, was_killed: bool = False) -> None:
-        super().__init__(message)
-        self.was_killed = was_killed
 
 
 @dataclass(frozen=True)
@@ -127,7 +118,7 @@ def call_error(folder: Path, code: int) -> Exception:
     if report is None and code < 0:
         killer = signal.Signals(-code).name
         message = f"mpiexec was killed by {killer}, and the ranks with it."
-        return RankFailedError(message + _SEE, _is_crash(code))
+        return RankFailedError(message + _SEE)
     end = min(ends, key=lambda end: float(end[0]), default=None)
     if end is not None and (report is None or float(end[0]) < report.when):
         return _error_without_report(folder, int(end[1]), name=end[2])
@@ -140,14 +131,9 @@ def _error_without_report(folder: Path, code: int, name: str) -> RankFailedError
     """Return the error for a process that has neither finished nor reported an exception."""
     if name == "mpiexec":
         message = "The proxy of mpiexec was killed, and its ranks with it."
-        return RankFailedError(message + _SEE, was_killed=True)
+        return RankFailedError(message + _SEE)
     message, file = f"A rank {describe_end(code)}", folder / f"status-{name}"
     if file.exists():
         status = read_status(str(file))
         message = f"{status.who} {describe_end(code)}\nIt was {status.doing}."
-    return RankFailedError(message + _SEE, _is_crash(code))
-
-
-def _is_crash(code: int) -> bool:
-    """Whether an exit code is that of a process that was killed, not asked to end."""
-    return -code in signal.valid_signals() and signal.Signals(-code).name in _CRASHES
+    return RankFailedError(message + _SEE)

@@ -16,7 +16,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_axosparse.distributed.mpi.environment import check_can_start
 from lightning_axosparse.strategy.compat.internals import callbacks_of
@@ -24,15 +23,10 @@ from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_tea
 from lightning_axosparse.strategy.launcher import fork_server, mpiexec
 from lightning_axosparse.strategy.launcher.call import Call, ProcessState, origin_of_main
 from lightning_axosparse.strategy.launcher.changes import read_tensors
-from lightning_axosparse.strategy.launcher.failure import RankFailedError, call_error
+from lightning_axosparse.strategy.launcher.failure import call_error
 from lightning_axosparse.strategy.launcher.pickling import first_unpicklable, load, save
-from lightning_axosparse.strategy.launcher.restart import (
-    SavedCheckpoint,
-    recorded_checkpoints,
-    restarted_call,
-)
 from lightning_axosparse.support.files import temporary_folder
-from lightning_axosparse.support.troubleshooting import see, without_link
+from lightning_axosparse.support.troubleshooting import see
 
 _SEE = see("failing-and-waiting-ranks")
 
@@ -55,16 +49,15 @@ class MPILauncher(_Launcher):
     The files of a call are in a temporary folder::
 
         call                        the call, by the caller
-        result, checkpoints         the result of rank 0, and the checkpoints that it has saved
+        result                      the result of rank 0
         status-STUB, weights-RANK   the status and the weights of each rank
         done-STUB or failure-STUB   how a rank has ended, by the rank
         ends                        a line for each rank that has written neither, by its guard
     """
 
-    def __init__(self, strategy: Strategy, processes: int, restarts: int = 0) -> None:
+    def __init__(self, strategy: Strategy, processes: int) -> None:
         self._strategy = strategy
         self._processes = processes
-        self._restarts = restarts
         self.ranks_failed = False
         """Whether the last call has failed on its ranks, so that its effects were not copied."""
         self._mpiexec: subprocess.Popen[bytes] | None = None
@@ -97,30 +90,17 @@ class MPILauncher(_Launcher):
             restore_handlers_in_teardown(trainer)
         state = ProcessState.of_this_process()
         call = Call(function, args, kwargs, trainer, state, origin_of_main())
-        saved: list[SavedCheckpoint] = []
         with _terminate_ranks_first():
-            for restart in range(1, self._restarts + 1):
-                try:
-                    return self._run_once(call, saved)
-                except RankFailedError as error:
-                    if not error.was_killed:
-                        raise
-                    call, where = restarted_call(call, saved)
-                    which = f"Restart {restart} of {self._restarts}: from {where}."
-                    rank_zero_warn(f"{without_link(error)}. {which}" + _SEE)
-            return self._run_once(call, saved)
+            return self._run_call(call)
 
-    def _run_once(self, call: Call, saved: list[SavedCheckpoint]) -> Any:
-        """Run a call on ranks and return the result of rank 0; add its checkpoints to ``saved``."""
+    def _run_call(self, call: Call) -> Any:
+        """Run a call on ranks, and return the result of rank 0."""
         named = call.named_objects
         with temporary_folder() as folder:
             self._save(call, folder / "call")
             (folder / "ends").touch()
             self.ranks_failed = True
-            try:
-                self._run_ranks(folder)
-            finally:
-                saved += recorded_checkpoints(folder / "checkpoints")
+            self._run_ranks(folder)
             value, changes, state = load(folder / "result", named)
             state.restore()
             if call.trainer is not None:

@@ -34,7 +34,6 @@ from lightning_axosparse.strategy.launcher.changes import (
 )
 from lightning_axosparse.strategy.launcher.failure import FailureReport
 from lightning_axosparse.strategy.launcher.pickling import load, save
-from lightning_axosparse.strategy.launcher.restart import record_checkpoints_in
 from lightning_axosparse.strategy.launcher.stub import signal_when_parent_ends
 from lightning_axosparse.support.files import LOCK, keep_sockets_in
 
@@ -66,8 +65,6 @@ def main(path: str, stub: str, parent: str) -> None:
         # Until the strategy sets its rank, Lightning treats every process as rank zero.
         vars(rank_zero_only).update(rank=world.rank)
         publish(world.rank, folder / f"status-{stub}", int(parent))
-        if world.rank == 0:
-            record_checkpoints_in(folder / "checkpoints")
         watchdog.before_abort.append(partial(_report, folder, stub))
         # Replaces this module, whose names the caller's `__main__` may use, too.
         sys.modules["__main__"] = ModuleType("__main__")

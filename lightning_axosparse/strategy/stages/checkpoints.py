@@ -30,7 +30,6 @@ from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
 from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
 from lightning_axosparse.strategy.config import Config
-from lightning_axosparse.strategy.launcher.restart import record_checkpoint
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_folder
 from lightning_axosparse.support.archive import all_made
@@ -133,7 +132,6 @@ class StageCheckpoints:
             self._shard_tensors.end()
         if grid.pipeline_index > 0:
             return
-        record_checkpoint(path, checkpoint, self._stage_module.module.trainer)
         checkpoint = gather_remote_tensors(checkpoint, tensors)
         if self._as_folders:
             validate_folder(path, storage_options)

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.profile import profile_example, validate_example_input
 from lightning_axosparse.pipeline.shard.partition import (
     UNPARTITIONED,
     Partition,
@@ -21,7 +20,6 @@ from lightning_axosparse.pipeline.shard.partition import (
 )
 from lightning_axosparse.pipeline.shard.sharded_module import (
     allocate,
-    full_module,
     is_left_sharded,
     load_values,
 )
@@ -62,11 +60,6 @@ class Partitioner:
         """Whether the stages are those of several ranks."""
         return len(self.stages) < self._config.g_inter
 
-    @property
-    def balances_by_time(self) -> bool:
-        """Whether layers are timed to partition them."""
-        return self._config.g_inter > 1 and self._config.balance == "time"
-
     def partition(self) -> Partition:
         """Partition the layers by parameters; collective if the order follows from a batch."""
         config, module = self._config, self.module
@@ -81,20 +74,7 @@ class Partitioner:
                 )
         if config.microbatch_count > 1:
             validate_layers(partition)
-        if self.balances_by_time:
-            validate_example_input(module)
         return partition
-
-    def balanced(self, partition: Partition) -> Partition:
-        """Partition again by the times that the first rank measures, if ``balance="time"``."""
-        if not self.balances_by_time:
-            return partition
-        seconds: list[float] = []
-        with full_module(self.module, self._ranks.is_global_zero):
-            if self._ranks.is_global_zero:
-                arguments = partition, self._ranks.precision_plugin, self._ranks.root_device
-                seconds = profile_example(self.module, *arguments)
-        return partition.by_time(self._ranks.broadcast(seconds))
 
     def split(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return the tensors that this rank stores, and those that only other ranks store."""
@@ -105,7 +85,7 @@ class Partitioner:
         """Load this rank's tensors from the state of the full module."""
         local, others = self.split()
         allocate(local.values())
-        load_values(self.module, state, strict, () if self.balances_by_time else others.values())
+        load_values(self.module, state, strict, others.values())
 
     def sparsify_adopted(self, write: Callable[[Tensor], None]) -> None:
         """Sparsify the weights of this stage that an adopted ticket prunes.

@@ -86,9 +86,7 @@ class BatchGradients:
         """All-reduce the other gradients of these parameters, and rescale those that stay local."""
         reducer = self._reducer
         if reducer is not None:
-            reducer.start_rest()
-            if waits:
-                reducer.wait_for(parameters)
+            reducer.finish(waits)
         if self._factor != 1:
             hooked = self._hooks.parameters
             for parameter in parameters:

@@ -125,10 +125,6 @@ class StepRunner:
         """The in-flight limit."""
         return self._open.pipeline.limit
 
-    def measure_again(self) -> None:
-        """Choose the in-flight limit again, because the model became smaller."""
-        self._open.pipeline.limit.measure_again()
-
     @property
     def peak_in_flight(self) -> dict[int, int]:
         """Most micro-batches that each stage of this rank held in its last training batch."""

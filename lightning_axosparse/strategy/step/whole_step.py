@@ -64,9 +64,4 @@ class WholeStepRunner:
             with clock.span("backward"):
                 yield
             if reducer is not None:
-                reducer.start_rest()
-                if self._waits:
-                    reducer.wait_for(reducer.under_way)
-
-    def measure_again(self) -> None:
-        """Do nothing: the in-flight limit is constant."""
+                reducer.finish(self._waits)

@@ -16,6 +16,7 @@ from lightning_axosparse.pipeline.shard.partition import (
     balance,
     count_parameters,
     find_layers,
+    partition_layers,
     parts_of_sizes,
 )
 
@@ -259,6 +260,20 @@ def test_given_sizes() -> None:
 
 def test_parts_that_the_user_gave_are_joined_and_others_partitioned_anew() -> None:
     parts = [range(3), range(3, 4), range(4, 5), range(5, 6)]
-    partition = Partition(list("abcdef"), [], parts, [1] * 6, "")
+    partition = Partition(list("abcdef"), [], parts, [1] * 6)
     assert partition.with_stages(2).parts == [range(3), range(3, 6)]
     assert partition._replace(given=True).with_stages(2).parts == [range(4), range(4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "worst"), [(None, "2 + 3", "1.20"), ([1, 4], "1 + 4", "1.60")]
+)
+def test_a_partition_says_how_unequal_its_stages_are(
+    sizes: list[int] | None, parts: str, worst: str
+) -> None:
+    module = nn.Module()
+    module.layers = nn.Sequential(*linears(5))
+    assert str(partition_layers(module, None, sizes, 2)) == (
+        f"layers 'layers.0' to 'layers.4' in {parts}, "
+        f"the largest stage with {worst} times the mean stage's parameters"
+    )

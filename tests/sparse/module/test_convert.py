@@ -8,7 +8,9 @@ from torch import nn
 
 from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.sparse.module import convert
 from lightning_axosparse.sparse.module.parameters import layouts
+from lightning_axosparse.sparse.store.formats import FORMATS
 from tests.sparse.masking import apply_masks, random_masks
 
 
@@ -274,8 +276,11 @@ def test_a_name_that_is_no_text_raises(model, masks):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("index_format", [None, "segments", "bitmap"])
-def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(keep, index_format):
+@pytest.mark.parametrize("index_format", FORMATS)
+def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(
+    keep, index_format, monkeypatch
+):
+    monkeypatch.setattr(convert, "layout_of", FORMATS[index_format].from_mask)
     torch.manual_seed(0)
     sparse = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
     dense = copy.deepcopy(sparse)
@@ -283,7 +288,7 @@ def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(keep, i
     with torch.no_grad():
         dense[0].weight *= mask
     optimizers = [torch.optim.AdamW(each.parameters(), 0.1) for each in (sparse, dense)]
-    sparsify(sparse, {"0.weight": mask}, optimizers[0], index_format)
+    sparsify(sparse, {"0.weight": mask}, optimizers[0])
     x = torch.randn(5, 6)
     for _ in range(3):
         for each, optimizer in zip((sparse, dense), optimizers, strict=True):

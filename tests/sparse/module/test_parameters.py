@@ -146,11 +146,12 @@ def test_bytes_before_and_after_the_swap():
     assert dense.optimizer == 2 * 880 + 2 * 4  # two moments, and a step count a parameter
     mask = torch.zeros(20, 10, dtype=torch.bool)
     mask[:2] = True
-    sparsify(model, {"weight": mask}, optimizer, "bitmap")
-    sparse = state_bytes(model, optimizer)  # a bit an entry and 2 block starts are indices
-    assert (sparse.weights, sparse.indices, sparse.gradients) == (160, 33, 160)
+    sparsify(model, {"weight": mask}, optimizer)
+    sparse = state_bytes(model, optimizer)
+    indices = 2 * 4 + 17 * 2 + 20  # starts, counts and offsets
+    assert (sparse.weights, sparse.indices, sparse.gradients) == (160, indices, 160)
     assert sparse.optimizer == 2 * 160 + 2 * 4
-    assert sparse.total == 160 + 33 + 160 + 328
+    assert sparse.total == 160 + indices + 160 + 328
 
 
 def test_shared_storage_counts_once_and_the_meta_device_not_at_all():
@@ -161,8 +162,8 @@ def test_shared_storage_counts_once_and_the_meta_device_not_at_all():
     assert state_bytes(tied).gradients == 128
     tied.append(nn.Linear(100, 100, device="meta"))
     assert state_bytes(tied).weights == 64
-    sparsify(tied, {"0.weight": torch.eye(4, dtype=torch.bool)}, index_format="bitmap")
-    assert state_bytes(tied).indices == 2 + 8
+    sparsify(tied, {"0.weight": torch.eye(4, dtype=torch.bool)})
+    assert state_bytes(tied).indices == 2 * 4 + 16 * 2 + 4  # starts, counts and offsets
 
 
 def test_a_sparse_gradient_counts_its_rows():

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_axosparse import sparsify
+from lightning_axosparse.sparse.module import convert
 from lightning_axosparse.sparse.store.formats import FORMATS
 from lightning_axosparse.sparse.store.layout import Layout
 
@@ -24,14 +25,14 @@ class Stack(nn.Module):
         self.weight = nn.Parameter(torch.randn(shape, dtype=dtype))
 
 
-def stacks(index_format=None, **options):
+def stacks(**options):
     torch.manual_seed(0)
     dense = Stack(**options)
     mask = torch.rand(dense.weight.shape) < 0.2
     with torch.no_grad():
         dense.weight.mul_(mask)
     sparse = copy.deepcopy(dense)
-    sparsify(sparse, {"weight": mask}, index_format=index_format)
+    sparsify(sparse, {"weight": mask})
     return sparse, dense, mask
 
 
@@ -125,9 +126,10 @@ def results(function, module, mask=None):
 
 @pytest.mark.parametrize("index_format", FORMATS)
 @pytest.mark.parametrize("name", [*WITHOUT_A_DENSE_STACK, *OTHERS])
-def test_outputs_and_gradients_are_those_of_dense_experts(name, index_format):
+def test_outputs_and_gradients_are_those_of_dense_experts(name, index_format, monkeypatch):
+    monkeypatch.setattr(convert, "layout_of", FORMATS[index_format].from_mask)
     function = (WITHOUT_A_DENSE_STACK | OTHERS)[name]
-    sparse, dense, mask = stacks(index_format)
+    sparse, dense, mask = stacks()
     found, expected = results(function, sparse), results(function, dense, mask)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 

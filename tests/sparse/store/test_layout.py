@@ -173,11 +173,6 @@ def test_compress_raises_for_another_shape(index_format):
         layout.compress(torch.zeros(3, 2))
 
 
-def test_an_unknown_format_raises():
-    with pytest.raises(ValueError, match=r"Unknown index format 'csr'.*'segments'"):
-        layout_of(torch.ones(2, 3, dtype=torch.bool), "csr")
-
-
 @every_format
 def test_same_entries(index_format):
     one = layout_of(torch.tensor([[True, False]]), index_format)

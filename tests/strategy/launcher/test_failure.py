@@ -61,7 +61,6 @@ def test_the_message_describes_what_happened_first(
     error = call_error(folder, code)
     assert isinstance(error, RankFailedError)
     assert str(error).startswith(words)
-    assert error.was_killed == ("was killed" in words and "SIGTERM" not in words)
 
 
 def test_the_first_exception_is_raised_if_no_rank_was_killed_before(folder: Path) -> None:
@@ -78,7 +77,6 @@ def test_ranks_that_wait_for_one_another_have_described_it_themselves() -> None:
     error = FailureReport.of(RanksStuckError("All ranks wait for one another"), "rank 0").error()
     assert isinstance(error, RankFailedError)
     assert str(error) == "All ranks wait for one another"
-    assert not error.was_killed
 
 
 def raised(exception: BaseException) -> FailureReport:
@@ -138,4 +136,3 @@ def test_what_cannot_be_raised_again_is_described(exception: BaseException, head
     assert str(error).startswith(start)
     assert str(error).count("  File ") == 1
     assert "All frames are in" in str(error)
-    assert not error.was_killed
