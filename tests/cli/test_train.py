@@ -294,7 +294,7 @@ def test_a_vgg_loses_channels_on_two_ranks(tmp_path):
         capture_output=True,
         text=True,
     ).stdout
-    for words in ["accuracy", "Channels of each layer", "model.0.1", "kept channels"]:
+    for words in ["accuracy", "Channels of each layer", "model.0.1", "fewer channels"]:
         assert words in printed
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["draw"]["step"], report["draw"]["pruning_ratio"]) == (4, 0.5)
