@@ -103,12 +103,12 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Attend from every position to itself and to earlier positions, those of ``cache`` too."""
-        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
+        split = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         if cache is not None:
             keys, values = cache.extend(keys, values)
@@ -128,8 +128,8 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
-        self.perceptron_norm = nn.LayerNorm(width)
-        self.perceptron = nn.Sequential(
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
         self.dropout = nn.Dropout(dropout)
@@ -137,7 +137,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Add the attention's output, then the perceptron's."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cache))
-        output: Tensor = x + self.dropout(self.perceptron(self.perceptron_norm(x)))
+        output: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return output
 
 
@@ -216,7 +216,7 @@ class GPT(L.LightningModule):
         for name, parameter in self.model.named_parameters():
             if parameter.dim() < 2:
                 continue
-            adds_to_residual = name.endswith(("attention.output.weight", "perceptron.2.weight"))
+            adds_to_residual = name.endswith(("attention.output.weight", "mlp.2.weight"))
             nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * depth) if adds_to_residual else 1))
         for module in self.modules():
             if isinstance(module, nn.Linear) and module.bias is not None:
