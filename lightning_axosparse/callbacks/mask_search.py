@@ -9,14 +9,14 @@ from lightning.pytorch import Trainer
 
 from lightning_axosparse.callbacks.times import WHEN, Progress, When
 from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskWindow
-from lightning_axosparse.support.arguments import NONE, number, one_of, whole
+from lightning_axosparse.support.arguments import NONE, integer, number, one_of
 
 SEARCH_ARGUMENTS = {
     "every": WHEN,
     "draw_by": WHEN | NONE,
     "distance": one_of(*DISTANCES),
     "threshold": number("a number in (0, 1]", lambda threshold: 0 < threshold <= 1),
-    "window": whole(2),
+    "window": integer(2),
 }
 """The valid values of the arguments of :class:`MaskSearch`."""
 

@@ -192,7 +192,7 @@ class PipelineTimeline(L.Callback):
         is_due = batch_idx == self.batch_idx or self._after_draw in (1, 2)
         if is_due and self.epoch in (None, trainer.current_epoch):
             self._period = period
-            clock.record()
+            clock.start_recording()
 
     @override
     def on_train_batch_end(
@@ -205,13 +205,13 @@ class PipelineTimeline(L.Callback):
     ) -> None:
         if self._period is not None:
             grid = grid_of(trainer)
-            spans = assign_rows(clock.recorded(), grid.replica, grid.stage)
+            spans = assign_rows(clock.stop_recording(), grid.replica, grid.stage)
             self._recorded[self._period] = trainer.current_epoch, batch_idx, spans
             self._period = None
 
     @override
     def on_exception(self, *_: Any) -> None:
-        clock.recorded()  # Stop recording, as this batch does not end.
+        clock.stop_recording()  # Stop recording, as this batch does not end.
         self._period = None
 
     @override

@@ -48,7 +48,7 @@ from lightning_axosparse.support.arguments import (
     number,
     one_of,
 )
-from lightning_axosparse.support.troubleshooting import few, see
+from lightning_axosparse.support.troubleshooting import first_few, see
 
 _LOW_DENSITY = 0.02
 """Weights of a smaller density are named in a warning when the ticket is drawn."""
@@ -171,8 +171,8 @@ class WeightPruning(TicketCallback):
             return
         self._rule = replace(self._rule, untrained=self._rule.untrained | untrained)
         rank_zero_warn(
-            f"{few(sorted(untrained))}: left dense, because no step has trained it. If a later "
-            "step will, set a later start, or score='magnitude'." + see("pruning")
+            f"{first_few(sorted(untrained))}: left dense, because no step has trained it. If a "
+            "later step will, set a later start, or score='magnitude'." + see("pruning")
         )
 
     def _ticket_of(self, trainer: Trainer, masks: MaskBits, ratio: float) -> Ticket:
@@ -225,9 +225,9 @@ class WeightPruning(TicketCallback):
         low = [name for name, pruned in ticket.layer_sparsity().items() if 1 - pruned < bound]
         if low:
             rank_zero_warn(
-                f"The ticket keeps less than {bound:.1%} of {few(low)}: their scores were lower "
-                "than those of other weights. If these weights matter, set a higher floor, another "
-                "score, or leave them dense with which={'PATTERN': False}." + see("tickets")
+                f"The ticket keeps less than {bound:.1%} of {first_few(low)}: their scores were "
+                "lower than those of other weights. If these weights matter, set a higher floor, "
+                "another score, or leave them dense with which={'PATTERN': False}." + see("tickets")
             )
 
     def _warn_of_imbalance(self, ticket: Ticket, stages: Mapping[str, Collection[int]]) -> None:

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.support import archive
-from lightning_axosparse.support.archive import DeferredTensor, all_made, load_mapped
+from lightning_axosparse.support.archive import DeferredTensor, all_computed, load_mapped
 from lightning_axosparse.support.files import (
     CorruptFileError,
     clear_partials,
@@ -65,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write ``checkpoint`` to ``path``; where that fails, an older file has not changed."""
         local = local_path(path)
         if local is None or storage_options is not None:
-            super().save_checkpoint(all_made(checkpoint), path, storage_options)
+            super().save_checkpoint(all_computed(checkpoint), path, storage_options)
             return
         local.parent.mkdir(parents=True, exist_ok=True)
         archive.save(checkpoint, local)
@@ -88,9 +88,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if path.is_dir():
             with reading(path):
                 for file in _files(path):
-                    archive.check(file)
+                    archive.verify(file)
         else:
-            archive.check(path)
+            archive.verify(path)
 
     def load_mapped(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a verified checkpoint, with weights and optimizer state mapped into memory.

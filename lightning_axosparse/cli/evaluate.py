@@ -34,7 +34,7 @@ from lightning_axosparse.support.arguments import (
     check,
     list_of,
     one_of,
-    shown,
+    short_repr,
 )
 from lightning_axosparse.support.troubleshooting import see, without_link
 
@@ -172,9 +172,9 @@ def _validate_values(value: Any, source: Path, path: str = "hyper_parameters") -
         parts = dict(enumerate(value))
     if found is not None:
         raise ValueError(
-            f"'{source}' has {found} in {path}: {shown(value)}. Settings in a file must be plain "
-            "values, as only the configuration may name classes and look up values. Evaluate a "
-            ".safetensors file of the weights, which has no settings." + see("commands")
+            f"'{source}' has {found} in {path}: {short_repr(value)}. Settings in a file must be "
+            "plain values, as only the configuration may name classes and look up values. Evaluate "
+            "a .safetensors file of the weights, which has no settings." + see("commands")
         )
     for key, part in parts.items():
         _validate_values(part, source, f"{path}.{key}")

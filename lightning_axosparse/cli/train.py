@@ -38,7 +38,7 @@ from lightning_axosparse.cli.job import (
 )
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.strategy.compat.internals import callbacks_of
-from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
+from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, short_repr
 from lightning_axosparse.support.troubleshooting import see
 
 _KINDS = {
@@ -158,7 +158,9 @@ def validate_trainer(options: DictConfig) -> None:
         is_plain = {int, float, bool}.issuperset(kinds)
         if is_plain and value is not None and not isinstance(value, tuple(kinds)):
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}." + see("arguments"))
+            raise ValueError(
+                f"trainer.{name}={short_repr(value)} must be {wanted}." + see("arguments")
+            )
 
 
 def save_and_print_results(

@@ -22,8 +22,8 @@ from lightning_axosparse.support.arguments import (
     PATH,
     SEED,
     checked,
+    integer,
     number,
-    whole,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -158,7 +158,7 @@ class TextDataModule(SplitDataModule):
         batch_size=COUNT,
         held_out=HELD_OUT,
         max_held_out=COUNT | NONE,
-        max_bytes=whole(1, 2**63 - 1) | NONE,
+        max_bytes=integer(1, 2**63 - 1) | NONE,
         seed=SEED,
         num_workers=INDEX,
     )

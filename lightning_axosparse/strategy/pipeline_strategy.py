@@ -132,8 +132,8 @@ class PipelineStrategy(MPIStrategy):
             with DeferredInit() as deferred:
                 yield
             # Sparse ones become smaller before the next one is made.
-            layers.make_sparse(deferred.make)
-            deferred.make_except(layers.split()[1].values())
+            layers.make_sparse(deferred.initialize)
+            deferred.initialize_except(layers.split()[1].values())
         else:
             yield
 

@@ -31,7 +31,7 @@ from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import expert_layers
-from lightning_axosparse.support.troubleshooting import few, see, without_link
+from lightning_axosparse.support.troubleshooting import first_few, see, without_link
 
 _log = logging.getLogger(__name__)
 
@@ -121,9 +121,9 @@ def advise_on_dropout(module: nn.Module) -> None:
     ]
     if found:
         rank_zero_info(
-            f"The ranks that share layers draw the same random numbers: dropout ({few(found)}) "
-            "between a column-wise and a row-wise layer drops the same entries of each rank's "
-            "part. Elsewhere its masks are like those of one process."
+            "The ranks that share layers draw the same random numbers: dropout "
+            f"({first_few(found)}) between a column-wise and a row-wise layer drops the same "
+            "entries of each rank's part. Elsewhere its masks are like those of one process."
         )
 
 
