@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.experts.step import Expert, Layer, Training
 from lightning_axosparse import AxoSparseStrategy, ExpertParallel, TensorParallel
-from lightning_axosparse.distributed.kept_results import KeptResults
+from lightning_axosparse.distributed.collective_results import CollectiveResults
 from lightning_axosparse.strategy import expert_parallel
 
 ROWS = {
@@ -70,7 +70,7 @@ class SavesOnlySome(L.Callback):
             exchange = expert_parallel.TokenExchange
             expert_parallel.TokenExchange = lambda group, experts, _: exchange(group, experts)  # type: ignore[assignment, misc]
         if not self.keeps:
-            KeptResults.kept = KeptResults.returned = lambda _: nullcontext()  # type: ignore[method-assign, assignment, return-value]
+            CollectiveResults.recorded = CollectiveResults.replayed = lambda _: nullcontext()  # type: ignore[method-assign, assignment, return-value]
 
 
 def count(drops: bool, keeps: bool, options: argparse.Namespace) -> list[float]:

@@ -271,7 +271,7 @@ class PipelineStrategy(MPIStrategy):
         regridded = run.regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
         if regridded is not None:
             self.regridded, self._groups = regridded, run.stage_module.groups
-            this_rank().place_in(self.grid)
+            this_rank().set_grid(self.grid)
 
     def on_validation_start(self) -> None:
         """Evaluate the model that a checkpoint would hold: that with the first replica's buffers.

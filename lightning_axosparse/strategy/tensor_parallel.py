@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_axosparse.distributed.gradient_reducer import kept
+from lightning_axosparse.distributed.gradient_reducer import own_part
 from lightning_axosparse.sparse.module.parameters import OwnedParameter
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
@@ -302,7 +302,7 @@ class TensorShards:
         self._gradients_are_compared = True
         gradients = [parameter.grad for parameter in alike.values()]
         mine = torch.tensor(
-            [0.0 if g is None else float(kept(g).double().norm()) for g in gradients]
+            [0.0 if g is None else float(own_part(g).double().norm()) for g in gradients]
         )
         norms = [torch.empty_like(mine) for _ in range(self._size)]
         dist.all_gather(norms, mine, group=self.group)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.distributed.gradient_reducer import DividedGradient, kept
+from lightning_axosparse.distributed.gradient_reducer import DividedGradient, own_part
 from lightning_axosparse.pipeline.shard.remote_tensor import (
     RemoteTensor,
     closure_called,
@@ -70,7 +70,7 @@ class OptimizerShards:
         """
         group = self._dividing(parameter)
         if group is None or isinstance(tensor, DividedGradient):
-            return kept(tensor)
+            return own_part(tensor)
         return _piece(tensor.reshape(-1), group, group.rank())
 
     def _dividing(self, parameter: Tensor) -> dist.ProcessGroup | None:

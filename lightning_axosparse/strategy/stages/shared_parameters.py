@@ -93,7 +93,7 @@ class SharedParameters:
         """
         held = self._sharding.held() if parameters else {}
         return {
-            parameter: self._groups.holding_batch(self._holders(name))
+            parameter: self._groups.shared_in_pipeline(self._holders(name))
             for name, parameter in held.items()
             if parameter in parameters
         }
@@ -101,7 +101,7 @@ class SharedParameters:
     def broadcast_weights(self) -> None:
         """Give every replica the first one's parameters."""
         for name, parameter in self._sharding.held().items():
-            broadcast_first(parameter.data, self._groups.holding(self._holders(name)))
+            broadcast_first(parameter.data, self._groups.shared_by_stages(self._holders(name)))
             broadcast_first(parameter.data, self._groups.tensor)
 
     def _reduction_groups(self) -> list[ReductionGroup]:
@@ -115,7 +115,7 @@ class SharedParameters:
                 by_stages.setdefault(self._holders(name), []).append(parameter)
         reduced = []
         for stages in sorted(by_stages, key=sorted):
-            group = self._groups.holding(stages)
+            group = self._groups.shared_by_stages(stages)
             if group is not None:
                 reduced.append(ReductionGroup(group, by_stages[stages]))
         if experts:

@@ -59,7 +59,7 @@ class BatchGradients:
         self._factor = factor
         if self._reducer is not None:
             hooked = self._hooks.parameters
-            self._reducer.arm(factor, self._earlier, deferred, hooked)
+            self._reducer.prepare(factor, self._earlier, deferred, hooked)
 
     @property
     def _earlier(self) -> MutableMapping[nn.Parameter, Tensor | None] | None:
@@ -86,7 +86,7 @@ class BatchGradients:
         """All-reduce the other gradients of these parameters, and rescale those that stay local."""
         reducer = self._reducer
         if reducer is not None:
-            reducer.start_rest()
+            reducer.start_remaining()
             if waits:
                 reducer.wait_for(parameters)
         if self._factor != 1:

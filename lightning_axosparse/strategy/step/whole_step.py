@@ -60,13 +60,13 @@ class WholeStepRunner:
         reducer = self._stage_module.shared.step_reducer
         with this_rank().step(*position(self._trainer)):
             if reducer is not None:
-                reducer.arm()
+                reducer.prepare()
             with clock.span("backward"):
                 yield
             if reducer is not None:
-                reducer.start_rest()
+                reducer.start_remaining()
                 if self._waits:
-                    reducer.wait_for(reducer.under_way)
+                    reducer.wait_for(reducer.pending)
 
     def measure_again(self) -> None:
         """Do nothing: the in-flight limit is constant."""

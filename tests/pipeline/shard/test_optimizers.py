@@ -239,7 +239,7 @@ def buckets_under_way() -> Iterator[list[bool]]:
 
     def watched(self: Any, parameters: Any) -> None:
         wait_for(self, parameters)
-        found.append(bool(self.under_way))
+        found.append(bool(self.pending))
 
     reducer.wait_for = watched
     yield found
