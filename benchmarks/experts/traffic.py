@@ -33,7 +33,7 @@ ROWS = {
 
 
 class Both(Training):
-    """Layers with a perceptron that is split, and experts that are spread."""
+    """Layers with an MLP that is split, and experts that are spread."""
 
     def __init__(self, width: int, inner: int, experts: int, depth: int) -> None:
         super().__init__()
