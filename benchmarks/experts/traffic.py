@@ -50,7 +50,7 @@ class Counts(L.Callback):
         self.first = self.last = (0, 0)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.last = trainer.strategy.token_bytes, trainer.strategy.kept_bytes
+        self.last = trainer.strategy.token_bytes, trainer.strategy.replayed_bytes
         if trainer.global_step == 1:
             self.first = self.last
 

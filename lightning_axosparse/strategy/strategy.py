@@ -162,13 +162,10 @@ class AxoSparseStrategy(PipelineStrategy):
         return 0 if experts is None else experts.sent_bytes
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes that collectives inside of layers did not send again, with ``recompute``.
-
-        In this run; of results that this rank kept for the second pass of layers.
-        """
+    def replayed_bytes(self) -> int:
+        """Bytes of collectives inside layers whose recorded results ``recompute`` has used."""
         recompute = self._state.run.stage_module.recompute
-        return 0 if recompute is None else recompute.kept_bytes
+        return 0 if recompute is None else recompute.replayed_bytes
 
     @property
     def in_flight(self) -> int:
@@ -192,7 +189,7 @@ class AxoSparseStrategy(PipelineStrategy):
 
         Yields:
             The name and the parameter, or a copy of that of another stage, with its ``grad``. A
-            weight that is stored sparse is the vector of its kept values.
+            weight that is stored sparse is the vector of its unpruned values.
         """
         yield from self._state.run.stage_module.whole_parameters()
 
@@ -235,7 +232,7 @@ class AxoSparseStrategy(PipelineStrategy):
 
         Args:
             masks: name of a parameter of this rank -> bool tensor of its whole shape, True where
-                an entry is kept. Read one at a time.
+                an entry is unpruned. Read one at a time.
             backend: how their products run, the same on all ranks.
         """
         optimizer = self.optimizers[0] if self.optimizers else None

@@ -66,7 +66,7 @@ def matches(path: str, pattern: str) -> bool:
 class SplitParameter:
     """A parameter of which each rank of a group has a part, along one dimension.
 
-    Of one that is stored sparse each rank keeps the entries that are kept of its part.
+    Of a weight that is stored sparse, each rank has the unpruned entries of its part.
 
     Args:
         entry: the parameter, whole, and its owners, which read it plainly when it is replaced.
@@ -122,7 +122,10 @@ class SplitParameter:
                 make_sparse(owner, attribute, layout, made)
 
     def joining(self) -> tuple[Layout | None, Callable[[Tensor], Tensor]]:
-        """The kept entries of all of it, and what joins a tensor of its shape; collective."""
+        """Return the full weight's layout, None if it is dense, and a function that joins a tensor.
+
+        The function joins the parts of a tensor of the weight's shape. Collective.
+        """
         return self._converted(self._joined)
 
     def _converted(
@@ -132,7 +135,7 @@ class SplitParameter:
         if layout is None:
             return None, redistributed
         made = layout_of(redistributed(layout.mask().to(torch.uint8)).bool())
-        return made, lambda kept: made.compress(redistributed(layout.densify(kept)))
+        return made, lambda values: made.compress(redistributed(layout.densify(values)))
 
     def gradient(self) -> Tensor | None:
         """This rank's part of its gradient, also where it has nothing of it; collective.

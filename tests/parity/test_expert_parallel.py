@@ -287,7 +287,7 @@ class Looks(L.Callback):
         states = run.optimizers[0].state
         self.bytes = sum(value.nbytes for p in held.values() for value in (p, *states[p].values()))
         self.whole = {n: tuple(p.shape) for n, p in run.strategy.whole_parameters()}
-        self.sent, self.not_sent = run.strategy.token_bytes, run.strategy.kept_bytes
+        self.sent, self.not_sent = run.strategy.token_bytes, run.strategy.replayed_bytes
 
 
 def facts(row: str, experts: int, **others: Any) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class ActivationCheckpointing:
 
     every: int | Literal["sqrt"]
     device: torch.device
-    kept_bytes: int = 0
-    """Bytes of the results of collectives that second passes have read instead of running them."""
+    replayed_bytes: int = 0
+    """Bytes of recorded results that second passes have used instead of collectives."""
 
     def begins_segment(self, position: int, layers: int) -> bool:
         """Whether a segment begins with the layer at ``position`` of a stage of ``layers``."""
@@ -58,8 +58,8 @@ class ActivationCheckpointing:
         return position % length == 0
 
     def count(self, nbytes: int) -> None:
-        """Add to :attr:`kept_bytes`."""
-        self.kept_bytes += nbytes
+        """Add to :attr:`replayed_bytes`."""
+        self.replayed_bytes += nbytes
 
 
 @dataclass(frozen=True)

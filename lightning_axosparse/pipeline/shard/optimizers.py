@@ -6,7 +6,7 @@ elements, unless it is small, steps that share of each bucket, and gets the othe
 all-gather while the next bucket is stepped. Gradients have the same bits as without it; where
 clipping, hooks or loggers do not see them before the step, each replica gets its share alone. The
 methods are ZeRO stages 1 and 2 of Rajbhandari et al., SC 2020. A weight that is stored sparse is
-the vector of its kept values, divided as any other.
+the vector of its unpruned values, divided as any other.
 
 As in AxoNN, the all-reduces that have not ended with the backward pass run while buckets whose
 gradients are reduced are stepped, those of the last layers first; but not where clipping, loss

@@ -92,7 +92,7 @@ class StageCheckpoints:
 
     @property
     def _sparse(self) -> dict[str, OwnedParameter]:
-        """The sparsely stored parameters whose whole state is that of their kept entries."""
+        """The sparsely stored parameters whose whole state is that of their unpruned entries."""
         parts = self._stage_module.parts.parameters
         sparse = sparse_parameters(self._stage_module.module)
         return {name: entry for name, entry in sparse.items() if name not in parts}
