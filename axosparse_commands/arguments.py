@@ -72,6 +72,14 @@ def plan_parser() -> argparse.ArgumentParser:
         default=0.05,
         help="time that sparse storage adds to a pass, as a fraction of it",
     )
+    add("--best", type=_count, default=8, help="rows of a table")
+    add("--gantt", type=_picture, help="plot a step of each best plan to this PNG file")
+    _add_cluster_arguments(parser)
+    return parser
+
+
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add("--devices", type=_count, default=64, help="number of devices")
     add("--devices-per-node", type=_count, default=8, help="devices of a node")
     add("--memory", type=_positive, default=80.0, help="GB of a device")
@@ -81,9 +89,6 @@ def plan_parser() -> argparse.ArgumentParser:
     add("--node-bandwidth", type=_positive, default=200.0, help="GB/s between devices of a node")
     add("--network-bandwidth", type=_positive, default=25.0, help="GB/s of a node to others")
     add("--latency", type=_not_negative, default=10.0, help="microseconds of a message")
-    add("--best", type=_count, default=8, help="rows of a table")
-    add("--gantt", type=_picture, help="plot a step of each best plan to this PNG file")
-    return parser
 
 
 def _argument_type(

@@ -24,7 +24,7 @@ def test_in_words() -> None:
     assert RankStatus(rank=5, stage=-1).name == "rank 5"
     place = RankStatus(host=b"node7", batch=-1)
     place.begin_run()
-    place.place_in(Grid(4, 2, 3))
+    place.set_grid(Grid(4, 2, 3))
     assert str(place) == "rank 3 (stage 0 of replica 1) on host node7: before its first batch"
     with place.step("training", 2, 17):
         assert place.activity == "in training batch 17 of epoch 2, before its first micro-batch"
