@@ -1,4 +1,4 @@
-"""The callback that finds an early-bird ticket of channels, and removes the others."""
+"""The callback that finds an early-bird ticket of channels, and removes the pruned ones."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class GradualPruning(WeightPruning):
 
     @property
     def period(self) -> Period:
-        """The state of the model now."""
+        """The period of the training."""
         return super().period if self._pruned is None else "pruning"
 
     @property
