@@ -97,7 +97,8 @@ class EarlyBirdTicket(WeightPruning):
             return
         masks, counted = self._masks(trainer, self.pruning_ratio), strategy.counted_parameters()
         distance = search.window.add(masks, counted, strategy.inter_group, strategy.data_group)
-        if search.ends(trainer, now, distance, on_step):
+        search.log(trainer, now, distance, on_step)
+        if search.is_over(trainer, now, distance):
             ticket = self._ticket_of(trainer, masks, self.pruning_ratio)
             search.window.clear()
             ticket = replace(ticket, distance=search.distance, distances=search.distances)

@@ -180,7 +180,8 @@ class EarlyBirdChannels(TicketCallback):
             return
         masks = self._masks(trainer)
         distance = search.window.add(masks, set(masks), None, None)  # Every rank has all masks.
-        if search.ends(trainer, now, distance, on_step):
+        search.log(trainer, now, distance, on_step)
+        if search.is_over(trainer, now, distance):
             self._draw(trainer, masks)
 
     def _draw(self, trainer: Trainer, masks: MaskBits) -> None:

@@ -45,12 +45,15 @@ class MaskSearch:
         passed = now.times(self.every, trainer) > before.times(self.every, trainer)
         return passed or self._is_late(trainer, now)
 
-    def ends(self, trainer: Trainer, now: Progress, distance: float | None, on_step: bool) -> bool:
-        """Log the distance of the newest masks to the window; return whether to draw them."""
+    def log(self, trainer: Trainer, now: Progress, distance: float | None, on_step: bool) -> None:
+        """Store and log the distance of the newest masks to the window; the first masks have none."""
         if distance is not None:
             self.distances[now.steps] = distance
             module = trainer.lightning_module
             module.log("mask_distance", distance, on_step=on_step, on_epoch=not on_step)
+
+    def is_over(self, trainer: Trainer, now: Progress, distance: float | None) -> bool:
+        """Return whether to draw the newest masks, which have this distance to the window."""
         settled = self.window.full and distance is not None and distance < self.threshold
         return settled or self._is_late(trainer, now)
 

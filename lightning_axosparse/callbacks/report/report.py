@@ -167,14 +167,17 @@ class TrainingReport(L.Callback):
         if grid.stage == 0:
             self._measured.tokens += _tokens(batch) / grid.replicas_per_batch
         if self._measured.recent.steps == trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
-            _log_work(trainer, self._measured.recent)
-            self._measured.recent = Work()
+            self._log_recent(trainer)
         if now.period == start.period and (trainer.is_last_batch or work.steps == 1):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             if work.steps == 1:
                 _log_storage(trainer, work.state_bytes)
+
+    def _log_recent(self, trainer: L.Trainer) -> None:
+        self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
+        _log_work(trainer, self._measured.recent)
+        self._measured.recent = Work()
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
