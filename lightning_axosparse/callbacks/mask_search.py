@@ -46,7 +46,7 @@ class MaskSearch:
         return passed or self._is_late(trainer, now)
 
     def log(self, trainer: Trainer, now: Progress, distance: float | None, on_step: bool) -> None:
-        """Store and log the distance of the newest masks to the window; the first masks have none."""
+        """Store and log the distance of the newest masks to the window; the first have none."""
         if distance is not None:
             self.distances[now.steps] = distance
             module = trainer.lightning_module
