@@ -1,6 +1,6 @@
-"""The commands up to where they need torch and Lightning, whose imports take seconds.
+"""The entry points of the commands, which check arguments before torch is imported.
 
-Wrong arguments are answered before these are imported; ``lightning_axosparse.cli`` does the rest.
+Importing torch and Lightning takes seconds. ``lightning_axosparse.cli`` runs the commands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def evaluate() -> None:
 
 def plan() -> None:
     """Run ``axosparse-plan``."""
-    arguments.plan().parse_args()
+    arguments.plan_parser().parse_args()
     from lightning_axosparse.cli.plan import main
 
     main()
@@ -37,7 +37,7 @@ def plan() -> None:
 
 def sweep() -> None:
     """Run ``axosparse-sweep``."""
-    arguments.sweep().parse_args()
+    arguments.sweep_parser().parse_args()
     from lightning_axosparse.cli.sweep import main
 
     main()
@@ -45,9 +45,9 @@ def sweep() -> None:
 
 def _check_overrides(command: str, config: str) -> None:
     given = sys.argv[1:]
-    if given == ["--version"]:  # Hydra would say its own.
+    if given == ["--version"]:  # Hydra would print its own.
         print(command, version("lightning-axosparse"))
         sys.exit()
-    problem = overrides.problem(config, given)
+    problem = overrides.find_problem(config, given)
     if problem is not None:
         sys.exit(f"{command}: {problem}")

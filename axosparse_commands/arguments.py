@@ -21,21 +21,21 @@ MODELS = {
 """Name -> the numbers of ``--shape``."""
 
 
-def sweep() -> argparse.ArgumentParser:
-    """Return what reads the arguments of ``axosparse-sweep``."""
+def sweep_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``axosparse-sweep``."""
     parser = argparse.ArgumentParser(
         prog="axosparse-sweep",
-        description="Gather the results of a sweep in its folder: sweep.csv, pictures, and "
-        "sweep.html, which stands alone. Jobs that failed are listed with their commands.",
+        description="Write the report of a sweep to its folder: sweep.csv, plots, and sweep.html "
+        "with all of them. Jobs that failed are listed with the commands that repeat them.",
     )
-    says = f"%(prog)s {version('lightning-axosparse')}"
-    parser.add_argument("--version", action="version", version=says)
+    text = f"%(prog)s {version('lightning-axosparse')}"
+    parser.add_argument("--version", action="version", version=text)
     parser.add_argument("folder", type=_folder, help="hydra.sweep.dir of axosparse-train -m")
     return parser
 
 
-def plan() -> argparse.ArgumentParser:
-    """Return what reads the arguments of ``axosparse-plan``."""
+def plan_parser() -> argparse.ArgumentParser:
+    """Return the parser of ``axosparse-plan``."""
     parser = argparse.ArgumentParser(
         prog="axosparse-plan",
         description="Simulate every grid, micro-batch and in-flight limit that fits into memory, "
@@ -44,15 +44,15 @@ def plan() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"%(prog)s {version('lightning-axosparse')}")
-    add("--model", type=_model, default="gpt3-2.7b", help=f"what to train: {', '.join(MODELS)}")
-    add("--shape", type=_count, nargs=5, metavar=_SHAPE, help="a GPT of your own instead")
+    add("--model", type=_model, default="gpt3-2.7b", help=f"the GPT: {', '.join(MODELS)}")
+    add("--shape", type=_count, nargs=5, metavar=_SHAPE, help="a GPT of another shape")
     add(
         "--experts",
         type=_count,
         nargs="+",
         default=[1],
         metavar="N",
-        help="multi-layer perceptrons of a block, and how many of these a token goes to (1)",
+        help="experts (MLPs) of a block, and how many of them compute each token (1)",
     )
     add(
         "--tensor",
@@ -60,10 +60,10 @@ def plan() -> argparse.ArgumentParser:
         nargs="+",
         default=[1],
         metavar="N",
-        help="how many ranks share the layers of a stage; several to compare",
+        help="ranks that share the layers of a stage; several numbers are compared",
     )
-    add("--batch", type=_count, default=512, help="samples of a step, over all replicas")
-    add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="a table for each")
+    add("--batch", type=_count, default=512, help="global batch size, in samples")
+    add("--pruning-ratio", type=_ratio, nargs="+", default=[0.0], help="prints a table for each")
     add("--recompute", action="store_true", help="recompute activations in backward")
     add("--shard-optimizer", action="store_true", help="replicas divide the optimizer's state")
     add(
@@ -72,24 +72,29 @@ def plan() -> argparse.ArgumentParser:
         default=0.05,
         help="time that sparse storage adds to a pass, as a fraction of it",
     )
-    add("--devices", type=_count, default=64, help="devices in all")
+    add("--best", type=_count, default=8, help="rows of a table")
+    add("--gantt", type=_picture, help="plot a step of each best plan to this PNG file")
+    _add_cluster_arguments(parser)
+    return parser
+
+
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--devices", type=_count, default=64, help="number of devices")
     add("--devices-per-node", type=_count, default=8, help="devices of a node")
     add("--memory", type=_positive, default=80.0, help="GB of a device")
-    add("--tflops", type=_positive, default=312.0, help="peak of a device")
+    add("--tflops", type=_positive, default=312.0, help="peak of a device, in TFLOP/s")
     add("--efficiency", type=_fraction, default=0.5, help="fraction of the peak in a pass")
     add("--memory-bandwidth", type=_positive, default=1500.0, help="GB/s of a device's memory")
     add("--node-bandwidth", type=_positive, default=200.0, help="GB/s between devices of a node")
     add("--network-bandwidth", type=_positive, default=25.0, help="GB/s of a node to others")
     add("--latency", type=_not_negative, default=10.0, help="microseconds of a message")
-    add("--best", type=_count, default=8, help="rows of a table")
-    add("--gantt", type=_picture, help="draw the best plans' steps into this PNG file")
-    return parser
 
 
-def _read(
+def _argument_type(
     convert: Callable[[str], Any], wanted: str, fits: Callable[[Any], bool]
 ) -> Callable[[str], Any]:
-    """Return what converts and validates an argument; argparse shows its error."""
+    """Return a function that converts and validates an argument, for argparse's ``type``."""
 
     def read(text: str) -> Any:
         try:
@@ -103,19 +108,19 @@ def _read(
     return read
 
 
-_model = _read(
+_model = _argument_type(
     str,
     f"a model that is known: {', '.join(MODELS)}. Any other is given by its shape: "
     f"--shape {' '.join(_SHAPE)}, such as --shape {' '.join(map(str, MODELS['gpt2']))}",
     MODELS.__contains__,
 )
-_folder = _read(Path, "a folder", Path.is_dir)
-_ratio = _read(float, "a ratio: from 0 up to below 1", lambda ratio: 0 <= ratio < 1)
-_count = _read(int, "a count: a whole number, 1 or more", lambda count: 1 <= count < 2**31)
-_fraction = _read(float, "a fraction: above 0, at most 1", lambda part: 0 < part <= 1)
-_not_negative = _read(float, "a finite number, at least 0", lambda value: 0 <= value < inf)
-_positive = _read(float, "a positive number", lambda value: 0 < value < inf)
-_picture = _read(
+_folder = _argument_type(Path, "a folder", Path.is_dir)
+_ratio = _argument_type(float, "a ratio: from 0 up to below 1", lambda ratio: 0 <= ratio < 1)
+_count = _argument_type(int, "a count: a whole number, 1 or more", lambda count: 1 <= count < 2**31)
+_fraction = _argument_type(float, "a fraction: above 0, at most 1", lambda part: 0 < part <= 1)
+_not_negative = _argument_type(float, "a finite number, at least 0", lambda value: 0 <= value < inf)
+_positive = _argument_type(float, "a positive number", lambda value: 0 < value < inf)
+_picture = _argument_type(
     Path,
     "a .png file in a folder that exists",
     lambda file: file.suffix == ".png" and file.parent.is_dir(),

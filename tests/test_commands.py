@@ -22,7 +22,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig
 from torch import nn
 
-from axosparse_commands.overrides import configuration
+from axosparse_commands.overrides import config_folder
 from lightning_axosparse import Ticket, save_safetensors, sparsify
 from lightning_axosparse.cli import plan, sweep
 from lightning_axosparse.cli.evaluate import METRICS, evaluate
@@ -61,7 +61,7 @@ def composed(name: str, arguments: list[str]) -> DictConfig:
         else override.input_line
         for override in parsed
     ]
-    with initialize_config_dir(str(configuration()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose(name, overrides, return_hydra_config=True)
 
 

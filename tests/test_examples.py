@@ -122,7 +122,7 @@ def test_lightning_cli(example: Path) -> None:
     checkpoint = torch.load(example / "checkpoints" / "last.ckpt", weights_only=False)
     assert checkpoint["global_step"] == 6
     assert any(key.startswith("GradualPruning") for key in checkpoint["callbacks"])
-    weight = checkpoint["state_dict"]["model.1.perceptron.0.weight"]
+    weight = checkpoint["state_dict"]["model.1.mlp.0.weight"]
     assert weight.count_nonzero() < weight.numel() / 2
     saved = ["--ckpt_path", "checkpoints/last.ckpt"]
     validated = run(example, [*every, "validate", *options, *saved])

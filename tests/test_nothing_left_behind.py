@@ -111,7 +111,7 @@ def snapshot() -> dict[str, Any]:
 
 def _clock_records() -> bool:
     clock.add("optimizer", 0, 0)
-    return clock.recorded() != []
+    return clock.stop_recording() != []
 
 
 def _open_files() -> list[str]:

@@ -46,7 +46,7 @@ def reduced(model: nn.Module) -> Runner:
     def run(trial: int) -> None:
         for parameter, gradient in gradients.items():  # each separately, as backward leaves it
             parameter.grad = gradient
-        reducer.arm()
+        reducer.prepare()
         reducer.finish()
 
     return run

@@ -36,12 +36,12 @@ def step(
     def run(trial: int) -> None:
         model.zero_grad()
         if sent == "when final":
-            reducer.arm()
+            reducer.prepare()
         model(inputs).sum().backward()
         sleeping_barrier(MPI.COMM_WORLD)
         start = time.perf_counter()
         if sent == "after backward":
-            reducer.arm()
+            reducer.prepare()
         if sent != "never":
             reducer.finish()
         left.append(time.perf_counter() - start)

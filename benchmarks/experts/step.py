@@ -5,7 +5,7 @@
 Two ranks with a thread each train with AdamW in float32. In the first table each layer has experts,
 two for a token: all of them on each rank, spread over the ranks (``expert_parallel=2``), and spread
 by DeepSpeed's ``MoE`` layer, where DeepSpeed is installed. The second has a Mixtral of
-transformers, whose experts DeepSpeed's AutoEP spreads. In the third, perceptrons are split
+transformers, whose experts DeepSpeed's AutoEP spreads. In the third, MLPs are split
 (``tensor_parallel=2``), by the plan that a module has for Lightning's ``ModelParallelStrategy``.
 Each run is a job of its own; the runs alternate. A step is the time from the end of a batch to the
 end of the next, on rank 0; the state is what that rank has of weights, gradients and AdamW's
@@ -316,7 +316,7 @@ def measure(name: str, given: list[str]) -> tuple[float, int]:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--width", type=int, default=512)
-    arguments.add_argument("--inner", type=int, default=2048, help="of an expert or a perceptron")
+    arguments.add_argument("--inner", type=int, default=2048, help="of an expert or an MLP")
     arguments.add_argument("--experts", type=int, default=8)
     arguments.add_argument("--depth", type=int, default=4)
     arguments.add_argument("--tokens", type=int, default=512, help="of each rank's batch")

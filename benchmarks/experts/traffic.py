@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.experts.step import Expert, Layer, Training
 from lightning_axosparse import AxoSparseStrategy, ExpertParallel, TensorParallel
-from lightning_axosparse.distributed.kept_results import KeptResults, collective
+from lightning_axosparse.distributed.collective_results import CollectiveResults, collective
 from lightning_axosparse.distributed.mpi import process_group
 from lightning_axosparse.distributed.token_exchange import TokenExchange
 from lightning_axosparse.strategy import expert_parallel
@@ -38,7 +38,7 @@ ROWS = {
 
 
 class Both(Training):
-    """Layers with a perceptron that is split, and experts that are spread."""
+    """Layers with an MLP that is split, and experts that are spread."""
 
     def __init__(self, width: int, inner: int, experts: int, depth: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class SavesOnlySome(L.Callback):
             exchange = expert_parallel.TokenExchange
             expert_parallel.TokenExchange = lambda group, experts, _: exchange(group, experts)  # type: ignore[assignment, misc]
         if not self.keeps:
-            KeptResults.kept = KeptResults.returned = lambda _: nullcontext()  # type: ignore[method-assign, assignment, return-value]
+            CollectiveResults.recorded = CollectiveResults.replayed = lambda _: nullcontext()  # type: ignore[method-assign, assignment, return-value]
 
 
 def count(drops: bool, keeps: bool, options: argparse.Namespace) -> list[float]:

@@ -45,7 +45,7 @@ def entropy(mask: Tensor) -> float:
 
 
 def row(weights: dict[str, Tensor], masks: dict[str, Tensor]) -> list[float]:
-    """Return bytes over those of kept values: least positions, positions as written, all packed."""
+    """Return ratios to the bytes of unpruned values: by entropy, values as they are, as written."""
     kept = least = places = packed = 0.0
     for name, mask in masks.items():
         values = weights[name][mask]

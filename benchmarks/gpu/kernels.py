@@ -84,7 +84,9 @@ def main() -> None:
     device = torch.device("cpu" if options.tiny else "cuda")
     torch.manual_seed(0)
     check(device)
-    print("| dtype | pruned | format | bytes a kept entry | zeros | densify | / zeros ", end="")
+    print(
+        "| dtype | pruned | format | bytes per unpruned entry | zeros | densify | / zeros ", end=""
+    )
     print("| compress | / zeros |\n| --- | --: | --- | --: | --: | --: | --: | --: | --: |")
     for dtype in DTYPES[:2]:
         for ratio in (0.8, 0.9):

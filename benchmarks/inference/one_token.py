@@ -1,4 +1,4 @@
-"""Measures the products of one token: with a dense weight, on panels, and on kept values.
+"""Measures the products of one token: with a dense weight, on panels, and on unpruned values.
 
     python -m benchmarks.inference.one_token
 
@@ -71,7 +71,7 @@ def main() -> None:
     arguments.add_argument("--trials", type=int, default=99)
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    print("| weight | pruned | Linear: dense | panels / kept | Conv1D: dense | panels / kept |")
+    print("| weight | pruned | Linear: dense | panels / unpruned | Conv1D: dense | panels / kept |")
     print("| --- | --: | --: | --: | --: | --: |")
     for size in options.sizes:
         height, width = map(int, size.split("x"))

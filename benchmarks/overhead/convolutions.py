@@ -1,4 +1,4 @@
-"""Measures pruned convolutions on kept values, and with a dense weight, against dense layers.
+"""Measures pruned convolutions on unpruned values, and with a dense weight, against dense layers.
 
     python -m benchmarks.overhead.convolutions
 
@@ -69,7 +69,7 @@ def main() -> None:
     arguments.add_argument("--trials", type=int, default=9)
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    heads = " | ".join(f"{ratio:.0%}: dense weight / kept values" for ratio in options.ratios)
+    heads = " | ".join(f"{ratio:.0%}: dense weight / unpruned values" for ratio in options.ratios)
     print(f"| layer | images | dense layer | {heads} |")
     print(f"| --- | --- | --: {'| --: ' * len(options.ratios)}|")
     for name in options.layers:

@@ -42,7 +42,7 @@ def main() -> None:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print("| pruned | format | bytes a kept entry | densify | compress |")
+    print("| pruned | format | bytes per unpruned entry | densify | compress |")
     print("| --: | --- | --: | --: | --: |")
     for ratio in (0.5, 0.8, 0.9, 0.95):
         mask = torch.rand(options.size, options.size) > ratio

@@ -1,11 +1,11 @@
-"""Measures the three products of a linear layer, on kept values and on panels, against dense.
+"""Measures the three products of a linear layer, on unpruned values and on panels, against dense.
 
     python -m benchmarks.overhead.products
 
 One thread, random masks; a layer has 4 x width outputs. Prints a Markdown table: the time of the
 dense product, and the ratios to it of the two ways to multiply by a sparse weight, between which
 ``sparse/cpu/products.py`` chooses by this table. ``--dtype bfloat16`` compares with products in
-bfloat16; kept values multiply in float32 there, too.
+bfloat16; unpruned values multiply in float32 there, too.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def main() -> None:
     arguments.add_argument("--trials", type=int, default=9)
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    products_ = " | ".join(f"{name}: dense | panels / kept" for name in ("x W^T", "g W", "g^T x"))
+    products_ = " | ".join(
+        f"{name}: dense | panels / unpruned" for name in ("x W^T", "g W", "g^T x")
+    )
     print(f"| width | tokens | pruned | {products_} |")
     print("| --: | --: | --: " + 3 * "| --: | --: " + "|")
     for width in options.widths:

@@ -44,7 +44,7 @@ def regrown(
         old one.
 
     Raises:
-        ValueError: if a kept weight is NaN.
+        ValueError: if an unpruned weight is NaN.
     """
     own = {name: weights[name] for name in masks if name in weights}
     numbers = {name: number for number, name in enumerate(sorted(masks))}

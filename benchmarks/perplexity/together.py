@@ -140,7 +140,7 @@ class Together:
 
     def _tokens(self, windows: Windows, numbers: Tensor) -> Tensor:
         """Return the bytes of some windows and the next one: ``(..., context + 1)``."""
-        start = numbers * windows.fitting // windows.size * windows.context
+        start = numbers * windows.available // windows.size * windows.context
         within = torch.arange(windows.context + 1, device=self._device)
         return self._on_device(windows)[start[..., None] + within].long()
 

@@ -63,9 +63,9 @@ class Alone:
         self._seconds: list[tuple[float, float]] = []
 
     def __call__(self, trial: int) -> None:
-        clock.record()
+        clock.start_recording()
         self._step()
-        spans = clock.recorded()
+        spans = clock.stop_recording()
         forward, backward = (
             sum(span.end - span.start for span in spans if span.activity == activity)
             / self._microbatches

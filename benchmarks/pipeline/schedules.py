@@ -154,9 +154,9 @@ class SleepingStage:
 
     def recorded_runner(self, choice: Choice, case: Case) -> Runner:
         def run(trial: int) -> None:
-            clock.record()
+            clock.start_recording()
             self.step(choice, case, trial)
-            self.recorded.append(clock.recorded())
+            self.recorded.append(clock.stop_recording())
 
         return run
 

@@ -10,10 +10,10 @@ from typing import Any, Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from lightning_axosparse.callbacks.mask_search import SEARCH, MaskSearch
+from lightning_axosparse.callbacks.mask_search import SEARCH_ARGUMENTS, MaskSearch
 from lightning_axosparse.callbacks.ticket_callback import strategy_of
 from lightning_axosparse.callbacks.times import Progress, When
-from lightning_axosparse.callbacks.weight_pruning import PRUNING, WeightPruning
+from lightning_axosparse.callbacks.weight_pruning import PRUNING_ARGUMENTS, WeightPruning
 from lightning_axosparse.pruning.masks import Distance
 from lightning_axosparse.pruning.rule import Score, Which
 from lightning_axosparse.pruning.ticket import Ticket
@@ -27,9 +27,10 @@ class EarlyBirdTicket(WeightPruning):
 
     This is the method of You et al. (ICLR 2020), on single weights. At intervals of ``every`` the
     entries of highest score are selected, as by ``GradualPruning``, but nothing is pruned. The
-    largest distance of the newest masks to those of the window is logged as ``mask_distance``. When
-    the last ``window`` masks agree, they are the ticket, and the weights are stored sparse from
-    then on. Pruning gradually costs less quality, but is sparse later (``docs/tickets.md``).
+    largest distance between the newest masks and the earlier ones of the window is logged as
+    ``mask_distance``. When the last ``window`` masks agree, the newest are the ticket, and the
+    weights are stored sparse from then on. Pruning gradually costs less quality, but weights are
+    sparse later (``docs/tickets.md``).
 
     ``every`` and ``draw_by`` are optimizer steps (an int), a share of the run (a float), or epochs
     (such as "3 epochs"). Masks that are due after the last batch of an epoch are computed when the
@@ -37,29 +38,30 @@ class EarlyBirdTicket(WeightPruning):
 
     Args:
         pruning_ratio: fraction of the entries of all pruned weights to prune, in (0, 1).
-        every: how often masks are compared. Masks change less over shorter intervals, so it goes
-            together with ``threshold``.
+        every: how often masks are compared. Masks change less over shorter intervals, so a shorter
+            interval needs a smaller ``threshold``.
         draw_by: the latest time of the draw, even if the masks still change; None: only when they
             agree.
-        distance: how masks are compared. "relative": fraction of the unpruned entries that changed,
-            divided by that of independent random masks, so it means the same at every ratio;
-            "hamming": fraction of all mask entries that changed, as in the paper.
-        threshold: the ticket is drawn when the distance of the newest mask to every other mask of
-            the window is smaller than this.
-        window: number of masks that must agree, at least 2; the paper uses 5, one an epoch, with
+        distance: how masks are compared. "hamming": fraction of all mask entries that changed, as
+            in the paper. "relative": fraction of the unpruned entries that changed, divided by the
+            fraction that changes between independent random masks, so 1 means unrelated masks at
+            every pruning ratio.
+        threshold: the ticket is drawn when the distance of the newest masks to all others of the
+            window is smaller than this.
+        window: number of masks that must agree, at least 2; the paper uses 5, one per epoch, with
             the hamming distance and a threshold of 0.1.
-        score: as for ``GradualPruning``, as are the following.
-        floor: likewise.
-        which: likewise.
-        ticket: likewise.
-        compute: likewise.
+        score: see ``GradualPruning``.
+        floor: see ``GradualPruning``.
+        which: see ``GradualPruning``.
+        ticket: see ``GradualPruning``.
+        compute: see ``GradualPruning``.
 
     Attributes:
         ticket: the ticket once it is drawn or given, else None. Every rank has the whole ticket, at
             one bit per weight.
-        distances: number of optimizer steps -> the largest distance of the masks after them to
-            the window, from the second masks on.
-        drawn_at: number of optimizer steps of this run before the draw; None if it has drawn none.
+        distances: number of optimizer steps -> the largest distance of the masks after these steps
+            to the window, from the second masks on.
+        drawn_at: number of optimizer steps before the draw; None if this run has drawn no ticket.
 
     Raises:
         MisconfigurationException: if an argument is out of range.
@@ -67,7 +69,7 @@ class EarlyBirdTicket(WeightPruning):
 
     search: MaskSearch
 
-    @checked(MisconfigurationException, **SEARCH, **PRUNING)
+    @checked(MisconfigurationException, **SEARCH_ARGUMENTS, **PRUNING_ARGUMENTS)
     def __init__(
         self,
         pruning_ratio: float = 0.8,
@@ -95,7 +97,8 @@ class EarlyBirdTicket(WeightPruning):
             return
         masks, counted = self._masks(trainer, self.pruning_ratio), strategy.counted_parameters()
         distance = search.window.add(masks, counted, strategy.inter_group, strategy.data_group)
-        if search.ends(trainer, now, distance, on_step):
+        search.log(trainer, now, distance, on_step)
+        if search.is_over(trainer, now, distance):
             ticket = self._ticket_of(trainer, masks, self.pruning_ratio)
             search.window.clear()
             ticket = replace(ticket, distance=search.distance, distances=search.distances)
@@ -115,7 +118,7 @@ class EarlyBirdTicket(WeightPruning):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Gather the masks of all stages into the state of the first one."""
+        """Gather the masks of all stages into the checkpoint, which the first rank writes."""
         if self.ticket is None:
             strategy = strategy_of(trainer)
             checkpoint["callbacks"][self.state_key]["window"] = self.search.window.gather_state(

@@ -1,4 +1,4 @@
-"""The callback that finds an early-bird ticket of channels, and removes the others."""
+"""The callback that finds an early-bird ticket of channels, and removes the pruned ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_inf
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.callbacks.mask_search import SEARCH, MaskSearch
+from lightning_axosparse.callbacks.mask_search import SEARCH_ARGUMENTS, MaskSearch
 from lightning_axosparse.callbacks.ticket_callback import (
     TicketCallback,
     misconfigured,
@@ -45,25 +45,27 @@ class EarlyBirdChannels(TicketCallback):
     """Finds an early-bird ticket of channels while training, then shrinks the network to it.
 
     This is the method of You et al. (ICLR 2020), on network slimming (Liu et al., ICCV 2017): an L1
-    penalty draws the scales of BatchNorms towards zero, and the channels with the largest scales
-    are kept, ranked over all layers. When the masks of the channels agree in the last ``window``
-    comparisons, the ticket is drawn, once and identically on all ranks, and the network is rebuilt
-    with these channels alone: weights, gradients, optimizer state, statistics and the messages
-    between stages shrink, and training goes on. The parameters stay the same objects.
+    penalty draws the scales of BatchNorms towards zero, and channels are ranked by their scales
+    over all layers. When the last ``window`` masks of the channels agree, the newest are the
+    ticket, identical on all ranks, and the pruned channels are removed: weights, gradients,
+    optimizer state, statistics and the messages between stages shrink, and training goes on. The
+    parameters stay the same objects.
 
     Which channels can be removed is found by tracing the network
-    (:mod:`lightning_axosparse.pruning.channels`); the layers that stay whole are printed, with the
-    reason. The largest distance to the window is logged as ``mask_distance``. ``every`` and
-    ``draw_by`` are optimizer steps (an int), a share of the run (a float), or epochs ("3 epochs").
+    (:mod:`lightning_axosparse.pruning.channels`); layers of which none can be removed are logged at
+    the level "debug", with the reason. The largest distance between the newest masks and the
+    earlier ones of the window is logged as ``mask_distance``. ``every`` and ``draw_by`` are
+    optimizer steps (an int), a share of the run (a float), or epochs ("3 epochs").
 
     Args:
         pruning_ratio: fraction to prune, in (0, 1), of all channels that can be removed.
         slimming: factor of the L1 penalty on the scales of these channels, until the draw. Its
             subgradient is added to their gradients before these are clipped.
         floor: each layer keeps at least this fraction, in [0, 1], of the channels that it would
-            keep if all kept the same fraction, and never less than one.
-        network: name of the part of the module whose ``forward`` is traced, such as "model"; None:
-            the module itself.
+            keep if all layers were pruned by the same fraction, and at least one. With a ratio of
+            0.75 and a floor of 0.5, a layer with 64 channels keeps at least 8.
+        network: name of the submodule whose ``forward`` is traced, such as "model"; None: the
+            module itself.
         every: how often masks are computed and compared.
         draw_by: draw at this time at the latest, even if the masks still change; None: only when
             they agree.
@@ -77,17 +79,17 @@ class EarlyBirdChannels(TicketCallback):
 
     Attributes:
         ticket: the ticket once it is drawn or given, else None; the same on every rank.
-        distances: number of optimizer steps -> the largest distance of the masks after them to
-            the window, from the second masks on.
-        drawn_at: number of optimizer steps of this run before the draw; None if it has drawn none.
+        distances: number of optimizer steps -> the largest distance of the masks after these steps
+            to the window, from the second masks on.
+        drawn_at: number of optimizer steps before the draw; None if this run has drawn no ticket.
 
     Raises:
         MisconfigurationException: if an argument is out of range.
     """
 
-    kind = ChannelTicket
+    ticket_class = ChannelTicket
     ticket: ChannelTicket | None
-    lack = "cannot remove channels"
+    refusal = "cannot remove channels"
     needs_whole_weights: Literal[True] = True
     """Ranks may not have parts of weights."""
     search: MaskSearch
@@ -99,7 +101,7 @@ class EarlyBirdChannels(TicketCallback):
         floor=FRACTION,
         network=TEXT | NONE,
         ticket=instance_of("a ChannelTicket", ChannelTicket) | PATH | NONE,
-        **SEARCH,
+        **SEARCH_ARGUMENTS,
     )
     def __init__(
         self,
@@ -119,8 +121,7 @@ class EarlyBirdChannels(TicketCallback):
         self.pruning_ratio, self.slimming, self.floor = pruning_ratio, slimming, floor
         self.network = network
         self._channels: Channels | None = None
-        """Those that can be removed; None before training, and with a ticket from the start.
-        """
+        """The channels that can be removed; None before training, and if a ticket was given."""
 
     @property
     def _times(self) -> tuple[When | None, ...]:
@@ -128,12 +129,12 @@ class EarlyBirdChannels(TicketCallback):
 
     def _validate_before_launch(self, trainer: Trainer) -> None:
         with ignore_if_layers_follow(trainer.lightning_module):
-            self._find(trainer.lightning_module)
+            self._find_channels(trainer.lightning_module)
         if trainer.strategy.launcher is not None:
             _validate_optimizers(optimizers_before_setup(trainer.lightning_module))
 
     @misconfigured()
-    def _find(self, module: nn.Module) -> Channels | None:
+    def _find_channels(self, module: nn.Module) -> Channels | None:
         """Find the channels that a search may remove, or check that the ticket fits the module."""
         if self.ticket is None:
             return find_channels(module, self.network)
@@ -142,7 +143,7 @@ class EarlyBirdChannels(TicketCallback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Shrink by the ticket if there is one: given by the user, or drawn before a resume."""
-        self._channels = self._find(pl_module)
+        self._channels = self._find_channels(pl_module)
         _validate_optimizers(trainer.optimizers)
         if self.ticket is not None:
             strategy_of(trainer).shrink(self.ticket)
@@ -166,7 +167,7 @@ class EarlyBirdChannels(TicketCallback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ticket, or the search for it."""
+        """Return the ticket, or the distances and the window of the search."""
         scales = () if self._channels is None else self._channels.scales
         masks = self.search.window.gather_state(scales, None)
         return {**super().state_dict(), **self.search.state_dict(), "window": masks}
@@ -181,7 +182,8 @@ class EarlyBirdChannels(TicketCallback):
             return
         masks = self._masks(trainer)
         distance = search.window.add(masks, set(masks), None, None)  # Every rank has all masks.
-        if search.ends(trainer, now, distance, on_step):
+        search.log(trainer, now, distance, on_step)
+        if search.is_over(trainer, now, distance):
             self._draw(trainer, masks)
 
     def _draw(self, trainer: Trainer, masks: MaskBits) -> None:
@@ -191,29 +193,29 @@ class EarlyBirdChannels(TicketCallback):
         strategy_of(trainer).shrink(ticket)
         self.ticket, self.drawn_at = ticket, step
         self.search.window.clear()
-        kept, every = ticket.counts
+        unpruned, total = ticket.counts
         rank_zero_info(
-            f"Ticket drawn after {step} steps: {kept:,} of the {every:,} channels of {len(masks)} "
-            "layers are kept."
+            f"Ticket drawn after {step} steps: {total - unpruned:,} of the {total:,} channels of "
+            f"{len(masks)} layers are pruned."
         )
 
     def _scales(self, trainer: Trainer) -> dict[str, Tensor]:
-        """The scales of removable channels on this rank, by BatchNorm."""
+        """Return the scales of removable channels on this rank: name of a BatchNorm -> scales."""
         assert self._channels is not None
         held = strategy_of(trainer).local_parameters()
         weights = ((name, f"{name}.weight") for name in self._channels.scales)
         return {name: held[weight] for name, weight in weights if weight in held}
 
     def _masks(self, trainer: Trainer) -> MaskBits:
-        """Compute the masks of all channels, on every rank from the first replica's scales."""
+        """Compute the masks of all channels from the first replica's scales; collective."""
         assert self._channels is not None
         strategy = strategy_of(trainer)
-        mine = {name: scale.detach().cpu() for name, scale in self._scales(trainer).items()}
-        found: dict[str, Tensor] = {}
-        for part in all_gather(mine, strategy.inter_group):
-            found.update(part)
-        found = broadcast_from_first(found, strategy.data_group)
-        scales = {name: found[name] for name in self._channels.scales}
+        local = {name: scale.detach().cpu() for name, scale in self._scales(trainer).items()}
+        gathered: dict[str, Tensor] = {}
+        for part in all_gather(local, strategy.inter_group):
+            gathered.update(part)
+        gathered = broadcast_from_first(gathered, strategy.data_group)
+        scales = {name: gathered[name] for name in self._channels.scales}
         return MaskBits(channel_masks(scales, self.pruning_ratio, self.floor))
 
 

@@ -39,11 +39,11 @@ COLOURS: dict[Activity, str] = {
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """The spans of one training step on every rank; ``weights`` says how weights were stored."""
+    """The spans of one training step on every rank; ``period`` is empty in a simulation."""
 
     epoch: int
     batch_idx: int
-    weights: str
+    period: Period | Literal[""]
     spans: list[Span]
 
     @property
@@ -57,12 +57,11 @@ class RecordedStep:
         return sorted({(span.replica, span.stage) for span in self.spans})
 
 
-def place(spans: Sequence[Span], replica: int, stage: int) -> list[Span]:
-    """Assign one rank's spans to its replica and to stages.
+def assign_rows(spans: Sequence[Span], replica: int, stage: int) -> list[Span]:
+    """Assign the spans of one rank to its replica, and to stages.
 
-    A span without a micro-batch (all-reduce, densify, ...) has no stage of its own: it gets the
-    stage of the pass that encloses it, else the rank's ``stage``. The two differ if one process
-    runs several stages.
+    A span without a micro-batch (all-reduce, densify, ...) gets the stage of the pass that encloses
+    it, else ``stage``. These may differ, as one process may run several stages.
     """
     passes = [span for span in spans if span.activity in PASSES]
 
@@ -79,15 +78,15 @@ def chrome_trace(step: RecordedStep) -> dict[str, Any]:
     """Return the step in the Trace Event Format: a process per replica, a thread per stage."""
     events: list[dict[str, Any]] = []
     for replica in sorted({replica for replica, _ in step.rows}):
-        events.append(_named("process_name", replica, 0, f"replica {replica}"))
+        events.append(_name_event("process_name", replica, 0, f"replica {replica}"))
     for replica, stage in step.rows:
-        events.append(_named("thread_name", replica, stage, f"stage {stage}"))
+        events.append(_name_event("thread_name", replica, stage, f"stage {stage}"))
     for span in step.spans:
         events.append(
             {
                 "ph": "X",
                 "name": span.activity,
-                "cat": step.weights,
+                "cat": step.period,
                 "pid": span.replica,
                 "tid": span.stage,
                 "ts": (span.start - step.start) * 1e6,
@@ -95,7 +94,7 @@ def chrome_trace(step: RecordedStep) -> dict[str, Any]:
                 "args": {} if span.microbatch is None else {"micro-batch": span.microbatch},
             }
         )
-    about = {"epoch": step.epoch, "batch": step.batch_idx, "weights": step.weights}
+    about = {"epoch": step.epoch, "batch": step.batch_idx, "weights": step.period}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
@@ -129,25 +128,25 @@ def plot_gantt(axes: Axes, step: RecordedStep) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, end * 1e3 or 1)
     axes.set_xlabel("ms")
-    axes.set_title(f"epoch {step.epoch}, batch {step.batch_idx}: {step.weights} weights")
+    axes.set_title(f"epoch {step.epoch}, batch {step.batch_idx}: {step.period} weights")
     used = [a for a in COLOURS if any(span.activity == a for span in step.spans)]
     if used:
         legend = [Patch(color=COLOURS[activity], label=activity) for activity in used]
         axes.legend(handles=legend, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
 
 
-def _named(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+def _name_event(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
 class PipelineTimeline(L.Callback):
     """Writes one training step of all ranks as a trace and as a Gantt chart.
 
-    One batch of each epoch is recorded, and the first two after the draw, as no other may follow.
-    The last of these with dense weights, while weights are pruned, and with sparse weights are
-    kept. For each of them the folder contains, when training ends, ``timeline-dense.json``,
-    ``timeline-pruning.json`` or ``timeline-sparse.json``, which https://ui.perfetto.dev and
-    chrome://tracing open, and a ``.png`` of the same name; :attr:`steps` has them as objects.
+    One batch of each epoch is recorded, and also the first two after the draw. When training ends,
+    the last recorded step of each period is written: ``timeline-dense.json`` from before pruning,
+    ``timeline-pruning.json`` from gradual pruning, and ``timeline-sparse.json`` from after the
+    draw, which https://ui.perfetto.dev and chrome://tracing open. A chart, a ``.png`` of the same
+    name, is beside each; :attr:`steps` has the steps as objects.
 
     Times are those of each host's wall clock.
 
@@ -177,11 +176,11 @@ class PipelineTimeline(L.Callback):
         self.folder = None if folder is None else Path(folder)
         self.steps: list[RecordedStep] = []
         self._recorded: dict[Period, tuple[int, int, list[Span]]] = {}
-        """The state of the model -> epoch and index of a batch, and what this rank did in it."""
+        """Period -> epoch, index and spans on this rank of the last batch recorded in it."""
         self._after_draw = 0
-        """How many batches have begun since the draw."""
+        """The number of batches that have begun since the draw."""
         self._period: Period | None = None
-        """How weights are stored in the batch that is being recorded; None if none is."""
+        """The period of the batch that is being recorded; None if none is."""
 
     @override
     def on_train_start(self, *_: Any) -> None:
@@ -196,7 +195,7 @@ class PipelineTimeline(L.Callback):
         is_due = batch_idx == self.batch_idx or self._after_draw in (1, 2)
         if is_due and self.epoch in (None, trainer.current_epoch):
             self._period = period
-            clock.record()
+            clock.start_recording()
 
     @override
     def on_train_batch_end(
@@ -209,13 +208,13 @@ class PipelineTimeline(L.Callback):
     ) -> None:
         if self._period is not None:
             grid = grid_of(trainer)
-            placed = place(clock.recorded(), grid.replica, grid.stage)
-            self._recorded[self._period] = trainer.current_epoch, batch_idx, placed
+            spans = assign_rows(clock.stop_recording(), grid.replica, grid.stage)
+            self._recorded[self._period] = trainer.current_epoch, batch_idx, spans
             self._period = None
 
     @override
     def on_exception(self, *_: Any) -> None:
-        clock.recorded()  # The batch that is being recorded has no end.
+        clock.stop_recording()  # Stop recording, as this batch does not end.
         self._period = None
 
     @override
@@ -240,19 +239,19 @@ class PipelineTimeline(L.Callback):
                 stacklevel=2,
             )
         for step in self.steps:
-            path = folder / f"timeline-{step.weights}"
+            path = folder / f"timeline-{step.period}"
             path.with_suffix(".json").write_text(json.dumps(chrome_trace(step)))
             gantt([step]).savefig(path.with_suffix(".png"), dpi=120)
 
 
 def grid_of(trainer: L.Trainer) -> Grid:
-    """Return the strategy's grid; every rank is a replica of one stage if it has none."""
+    """Return the strategy's grid; for other strategies, one of a single stage."""
     grid = getattr(trainer.strategy, "grid", None)
     return grid or Grid(trainer.world_size, g_inter=1, rank=trainer.global_rank)
 
 
 def folder_of(trainer: L.Trainer, folder: Path | None) -> Path:
     """Return ``folder``, or else the trainer's ``default_root_dir``; create it if missing."""
-    chosen = Path(trainer.default_root_dir) if folder is None else folder
-    chosen.mkdir(parents=True, exist_ok=True)
-    return chosen
+    output = Path(trainer.default_root_dir) if folder is None else folder
+    output.mkdir(parents=True, exist_ok=True)
+    return output

@@ -1,4 +1,4 @@
-"""Says when a callback acts: after optimizer steps, a share of the run, or epochs."""
+"""The times at which callbacks act: optimizer steps, shares of the run, or epochs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Time = int | float
 """An int counts optimizer steps, a float is a share of the run."""
 
 When = Time | str
-"""Beside these, "3 epochs" counts epochs."""
+"""A text such as "3 epochs" counts epochs."""
 
 _EPOCHS = re.compile(r"([1-9]\d{0,8}) epochs?")
 
@@ -34,28 +34,32 @@ WHEN = TIME | Kind(
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come: optimizer steps, and epochs that have ended."""
+    """The optimizer steps and epochs of a run that have ended."""
 
     steps: int = 0
     epochs: int = 0
 
     def times(self, interval: When, trainer: Trainer) -> int:
-        """Return how often an interval has passed in the trainer's run."""
+        """Return how often an interval has passed, such as 2 for 25 steps and an interval of 10."""
         if isinstance(interval, str):
             return self.epochs // _epochs(interval)
         return self.steps // in_steps(interval, trainer)
 
 
 def in_steps(time: Time, trainer: Trainer) -> int:
-    """Return optimizer steps (an int) as they are, and those of a share of the run (a float)."""
+    """Return a time in optimizer steps: of a run of 400 steps, 0.25 are 100, and 30 are 30."""
     return max(1, round(time * total_steps(trainer))) if isinstance(time, float) else time
 
 
 def total_steps(trainer: Trainer) -> int:
-    """Return the optimizer steps of the whole run, or say that they cannot be known."""
+    """Return the optimizer steps of the whole run.
+
+    Raises:
+        MisconfigurationException: if their number is not known.
+    """
     steps = trainer.estimated_stepping_batches
     if not 0 < steps < math.inf:
-        raise endless()
+        raise unknown_length_error()
     for callback in callbacks_of(trainer):
         if isinstance(callback, GradientAccumulationScheduler):
             steps = _scheduled_steps(trainer, callback)
@@ -63,30 +67,30 @@ def total_steps(trainer: Trainer) -> int:
 
 
 def _scheduled_steps(trainer: Trainer, scheduler: GradientAccumulationScheduler) -> float:
-    """Return the optimizer steps of a run in which batches are accumulated by epochs.
+    """Return the optimizer steps of a run whose accumulation factor changes between epochs.
 
-    Lightning's estimate takes the factor of the present epoch for all of them.
+    Lightning's estimate uses the factor of the present epoch for all epochs.
     """
-    most = math.inf if trainer.max_steps == -1 else trainer.max_steps
+    limit = math.inf if trainer.max_steps == -1 else trainer.max_steps
     if trainer.max_epochs in (None, -1) or trainer.num_training_batches == math.inf:
-        return most
+        return limit
     epochs = max(trainer.max_epochs, 1)
     starts = [start for start in scheduler.epochs if start < epochs]
     steps = 0
     for start, end in pairwise([*starts, epochs]):
         factor = scheduler.get_accumulate_grad_batches(start)
         steps += (end - start) * math.ceil(trainer.num_training_batches / factor)
-    return min(steps, most)
+    return min(steps, limit)
 
 
 def _epochs(text: str) -> int:
-    """The number in "3 epochs"; 0 if the text is anything else."""
-    found = _EPOCHS.fullmatch(text)
-    return int(found[1]) if found else 0
+    """Return the number in "3 epochs"; 0 if the text has another form."""
+    match = _EPOCHS.fullmatch(text)
+    return int(match[1]) if match else 0
 
 
-def endless() -> MisconfigurationException:
-    """Return the error of a share of a run whose length is not known."""
+def unknown_length_error() -> MisconfigurationException:
+    """Return the error for a share of a run whose length is not known."""
     return MisconfigurationException(
         "The number of optimizer steps of this run is not known, so there is no share of it. Set "
         "the Trainer's max_steps, or give all times in optimizer steps, such as every=500."

@@ -48,12 +48,12 @@ from lightning_axosparse.support.arguments import (
     number,
     one_of,
 )
-from lightning_axosparse.support.troubleshooting import few, see
+from lightning_axosparse.support.troubleshooting import first_few, see
 
-_LITTLE = 0.02
-"""A weight that keeps a smaller share of its entries is named when the ticket is drawn."""
+_LOW_DENSITY = 0.02
+"""Weights of a smaller density are named in a warning when the ticket is drawn."""
 
-_CHOSEN = Kind(
+_WHICH_TABLE = Kind(
     "a table such as {'embedding': False, '*.head.weight': True}",
     lambda value: (
         isinstance(value, Mapping)
@@ -61,30 +61,30 @@ _CHOSEN = Kind(
     ),
 )
 
-PRUNING = {
+PRUNING_ARGUMENTS = {
     "pruning_ratio": number("a number in (0, 1)", lambda ratio: 0 < ratio < 1),
     "score": one_of("auto", *SCORES) | FUNCTION,
     "floor": FRACTION,
-    "which": _CHOSEN | FUNCTION | NONE,
+    "which": _WHICH_TABLE | FUNCTION | NONE,
     "ticket": instance_of("a Ticket", Ticket) | PATH | NONE,
     "compute": one_of(*COMPUTES),
 }
-"""The kinds of the arguments of :class:`WeightPruning`."""
+"""The valid values of the arguments of :class:`WeightPruning`."""
 
 
 class WeightPruning(TicketCallback):
-    """Stores weights sparse by masks of the entries of highest score, over all stages.
+    """Prunes the entries of lowest score, over all stages, and stores the weights sparse.
 
-    Masks are identical on all ranks. The strategy replaces the pruned weights, their gradients and
-    their optimizer state by the entries that are not pruned (SAMO; Singh & Bhatele, IPDPS 2023).
-    Arguments are those of ``GradualPruning``.
+    Masks are identical on all ranks. Of pruned weights, the strategy stores only the unpruned
+    values, with their gradients and optimizer state (SAMO; Singh & Bhatele, IPDPS 2023). Arguments
+    are those of ``GradualPruning``.
     """
 
-    kind = Ticket
+    ticket_class = Ticket
     ticket: Ticket | None
-    lack = "cannot store weights sparse"
+    refusal = "cannot store weights sparse"
     prunes_at_start: Literal[True] = True
-    """A strategy may store weights sparse by :attr:`ticket` as soon as it makes them."""
+    """The strategy may initialize weights sparse by :attr:`ticket`, if there is one."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class WeightPruning(TicketCallback):
                 dict(which) if isinstance(which, Mapping) else which,
             )
         self._processor: Processor | None = None
-        """The processor for which all ranks choose products; None before weights are pruned."""
+        """The processor by which all ranks choose how to multiply; None before the first masks."""
 
     def _validate_before_launch(self, trainer: Trainer) -> None:
         with ignore_if_layers_follow(trainer.lightning_module):
@@ -137,7 +137,7 @@ class WeightPruning(TicketCallback):
             strategy_of(trainer).use_freed_memory()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ticket, how far the run has come, the processor, and what stays dense."""
+        """Return the base's state, the processor, and the names of untrained weights."""
         untrained = sorted(self._rule.untrained)
         return {**super().state_dict(), "processor": self._processor, "untrained": untrained}
 
@@ -164,26 +164,26 @@ class WeightPruning(TicketCallback):
         """Leave weights dense that no step has trained on any rank; collective."""
         strategy, sizes = strategy_of(trainer), self._rule.sizes(trainer.lightning_module)
         counted = strategy.counted_parameters()
-        mine = [name for name in sizes if name in counted]
-        found = self._rule.without_moments(mine, strategy.stored_weights())
-        untrained = {name for names in all_gather(found, strategy.world_group) for name in names}
+        local_names = [name for name in sizes if name in counted]
+        local = self._rule.without_moments(local_names, strategy.stored_weights())
+        untrained = {name for names in all_gather(local, strategy.world_group) for name in names}
         if not untrained or untrained == sizes.keys():
             return
         self._rule = replace(self._rule, untrained=self._rule.untrained | untrained)
         rank_zero_warn(
-            f"{few(sorted(untrained))}: left dense, because no step has trained it. If a later "
-            "step will, set a later start, or score='magnitude'." + see("pruning")
+            f"{first_few(sorted(untrained))}: left dense, because no step has trained it. If a "
+            "later step will, set a later start, or score='magnitude'." + see("pruning")
         )
 
     def _ticket_of(self, trainer: Trainer, masks: MaskBits, ratio: float) -> Ticket:
-        """The masks of all stages, as the first replica has them; collective."""
+        """Gather the first replica's masks of all stages as a ticket; collective."""
         strategy = strategy_of(trainer)
         counted = strategy.counted_parameters()
-        part = masks.only(name for name in masks if name in counted)
-        part = broadcast_from_first(part, strategy.data_group)
-        everywhere = MaskBits.merged(all_gather(part, strategy.inter_group))
+        local = masks.only(name for name in masks if name in counted)
+        local = broadcast_from_first(local, strategy.data_group)
+        gathered = MaskBits.merged(all_gather(local, strategy.inter_group))
         return Ticket(
-            everywhere.only(self._rule.sizes(trainer.lightning_module)),
+            gathered.only(self._rule.sizes(trainer.lightning_module)),
             pruning_ratio=ratio,
             score=self._rule.score_name,
             step=trainer.global_step,
@@ -200,13 +200,13 @@ class WeightPruning(TicketCallback):
             f"Ticket drawn after {ticket.step} steps: {ticket.sparsity:.1%} of the "
             f"{ticket.counts[1]:,} entries of {len(ticket.masks)} weights are pruned."
         )
-        self._warn_of_emptied(ticket)
+        self._warn_of_low_densities(ticket)
         self._warn_of_imbalance(ticket, stages)
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy = strategy_of(trainer)
-        mine = most_cautious(filter(None, (this_processor(), self._processor)))
-        self._processor = most_cautious(all_gather(mine, strategy.world_group))
+        local = most_cautious(filter(None, (this_processor(), self._processor)))
+        self._processor = most_cautious(all_gather(local, strategy.world_group))
         backend = Backend(self.compute, self._processor)
         if self.compute == "auto" and self._copy_pays(trainer, ticket, backend):
             backend = Backend("samo", self._processor)
@@ -216,28 +216,33 @@ class WeightPruning(TicketCallback):
         strategy = strategy_of(trainer)
         sixteen_bit = str(trainer.precision).startswith(("16", "bf16"))
         passes = strategy.microbatches * trainer.accumulate_grad_batches
-        keeps_few = 1 - ticket.sparsity <= min(max_density(backend, torch.bfloat16).values())
-        return copy_pays(sixteen_bit, passes, keeps_few and strategy.root_device.type == "cpu")
+        density = 1 - ticket.sparsity
+        is_sparse = density <= min(max_density(backend, torch.bfloat16).values())
+        return copy_pays(sixteen_bit, passes, is_sparse and strategy.root_device.type == "cpu")
 
-    def _warn_of_emptied(self, ticket: Ticket) -> None:
-        share = min(_LITTLE, 1 - ticket.sparsity)
-        low = [name for name, gone in ticket.layer_sparsity().items() if 1 - gone < share]
+    def _warn_of_low_densities(self, ticket: Ticket) -> None:
+        bound = min(_LOW_DENSITY, 1 - ticket.sparsity)
+        low = [name for name, pruned in ticket.layer_sparsity().items() if 1 - pruned < bound]
         if low:
             rank_zero_warn(
-                f"The ticket keeps less than {share:.1%} of {few(low)}: their scores were low "
-                "beside those of the others. If these weights matter, set a higher floor, another "
-                "score, or leave them dense with which={'PATTERN': False}." + see("tickets")
+                f"The ticket keeps less than {bound:.1%} of {first_few(low)}: their scores were "
+                "lower than those of other weights. If these weights matter, set a higher floor, "
+                "another score, or leave them dense with which={'PATTERN': False}." + see("tickets")
             )
 
     def _warn_of_imbalance(self, ticket: Ticket, stages: Mapping[str, Collection[int]]) -> None:
-        left: Counter[int] = Counter()
+        unpruned: Counter[int] = Counter()
         for name, mask in ticket.masks.items():
-            if len(stages[name]) == 1:  # Others are held by several stages.
-                left[min(stages[name])] += int(mask.sum())
-        if left and max(left.values()) > 2 * min(left.values()):
-            most, least = max(left, key=left.__getitem__), min(left, key=left.__getitem__)
+            if len(stages[name]) == 1:  # Other weights are on several stages.
+                unpruned[min(stages[name])] += int(mask.sum())
+        if not unpruned:
+            return
+        most = max(unpruned, key=unpruned.__getitem__)
+        least = min(unpruned, key=unpruned.__getitem__)
+        if unpruned[most] > 2 * unpruned[least]:
             rank_zero_warn(
-                f"The ticket keeps {left[most]} entries in stage {most}, but {left[least]} in "
-                f"stage {least}, and memory and time follow. Cut the stages for this ticket with "
-                "balance=[...], or keep more alike with a higher floor." + see("tickets")
+                f"The ticket keeps {unpruned[most]} entries in stage {most}, but "
+                f"{unpruned[least]} in stage {least}, so their memory and time differ, too. Divide "
+                "the layers for this ticket with balance=[...], or set a higher floor."
+                + see("tickets")
             )

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from lightning_axosparse.checkpoint.folder import files_of, load_folder
 from lightning_axosparse.support import archive
-from lightning_axosparse.support.archive import all_made, load_mapped
+from lightning_axosparse.support.archive import all_computed, load_mapped
 from lightning_axosparse.support.files import CorruptFileError, clear_partials, reading
 from lightning_axosparse.support.remote_files import is_web_page, local_copy, local_path
 
@@ -40,7 +40,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write ``checkpoint`` to ``path``; where that fails, an older file has not changed."""
         local = local_path(path)
         if local is None or storage_options is not None:
-            super().save_checkpoint(all_made(checkpoint), path, storage_options)
+            super().save_checkpoint(all_computed(checkpoint), path, storage_options)
             return
         local.parent.mkdir(parents=True, exist_ok=True)
         archive.save(checkpoint, local)
@@ -66,9 +66,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if path.is_dir():
             with reading(path):
                 for file in files_of(path):
-                    archive.check(file)
+                    archive.verify(file)
         else:
-            archive.check(path)
+            archive.verify(path)
 
     def load_mapped(self, path: Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a verified checkpoint, with weights and optimizer state mapped into memory.

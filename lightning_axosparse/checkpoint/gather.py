@@ -102,7 +102,7 @@ class StageTensors:
             dist.recv(request, first, group)
             if request == _END:
                 break
-            dist.send(self._offered[int(request)].made().contiguous(), first, group)
+            dist.send(self._offered[int(request)].computed().contiguous(), first, group)
         self._offered.clear()
 
     def end(self) -> None:
@@ -123,7 +123,7 @@ class StageTensors:
 
     def _offer(self, tensor: DeferredTensor) -> Any:
         if tensor.nbytes <= _SMALL:
-            return tensor.made()
+            return tensor.computed()
         self._offered.append(tensor)
         place = len(self._offered) - 1
         return _Offer(tensor.key, dist.get_rank(), place, tuple(tensor.shape), tensor.dtype)
@@ -140,7 +140,7 @@ class StageTensors:
 
 
 def _computed_if_small(tensor: DeferredTensor) -> Tensor:
-    return tensor.made() if tensor.nbytes <= _SMALL else tensor
+    return tensor.computed() if tensor.nbytes <= _SMALL else tensor
 
 
 def gather_model_state(
@@ -223,7 +223,7 @@ def _unshard(key: str, shape: torch.Size, parts: Sequence[Any]) -> Any:
         return first
 
     def concatenate() -> Tensor:
-        pieces = [p.made() if isinstance(p, DeferredTensor) else p.cpu() for p in parts]
+        pieces = [p.computed() if isinstance(p, DeferredTensor) else p.cpu() for p in parts]
         return torch.cat(pieces).view(shape)
 
     return DeferredTensor(key, shape, first.dtype, concatenate)
@@ -304,11 +304,11 @@ def _deferred(name: str, value: Any, layout: Layout | None = None) -> Any:
     if layout is not None and value.shape == (layout.nnz,):
         make = partial(_densified, layout, value.dtype, value)
         return DeferredTensor(name, layout.shape, value.dtype, make)
-    read = value.made if isinstance(value, DeferredTensor) else value.detach
+    read = value.computed if isinstance(value, DeferredTensor) else value.detach
     return DeferredTensor(name, value.shape, value.dtype, read)
 
 
 def _densified(layout: Layout, dtype: torch.dtype, values: Tensor) -> Tensor:
     if isinstance(values, DeferredTensor):
-        values = values.made()
+        values = values.computed()
     return layout.to(values.device).densify(values.detach().to(dtype))

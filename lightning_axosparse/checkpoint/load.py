@@ -40,7 +40,7 @@ from lightning_axosparse.support.arguments import (
     list_of,
 )
 from lightning_axosparse.support.files import reading
-from lightning_axosparse.support.troubleshooting import few, see
+from lightning_axosparse.support.troubleshooting import first_few, see
 
 Skipped = Callable[[str], bool]
 """Whether a name matches one of the patterns of names to skip."""
@@ -200,7 +200,9 @@ def _validate_names(
         ],
     }
     messages = [
-        f"{problem} {few(list(map(repr, names)))}." for problem, names in problems.items() if names
+        f"{problem} {first_few(list(map(repr, names)))}."
+        for problem, names in problems.items()
+        if names
     ]
     if messages:
         raise ValueError(
@@ -247,7 +249,7 @@ def _state_in(
         raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
     if path.suffix == ".safetensors":
         return SafetensorsState(path), None
-    archive.check(path)
+    archive.verify(path)
     with reading(path):
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(content, Mapping):

@@ -1,4 +1,4 @@
-"""Computes the metrics of saved weights and samples of text: the command ``axosparse-eval``."""
+"""Computes metrics of saved weights, and prints samples of text: the command ``axosparse-eval``."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from axosparse_commands.overrides import configuration
+from axosparse_commands.overrides import config_folder
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.cli.train import (
-    prepare,
-    refusing,
+    one_line_errors,
+    prepare_process,
     validate_trainer,
     write_sample,
 )
@@ -34,13 +34,13 @@ from lightning_axosparse.support.arguments import (
     check,
     list_of,
     one_of,
-    shown,
+    short_repr,
 )
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 METRICS = "metrics.json"
-_INSTANTIATING = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
-"""What Hydra's ``instantiate`` looks for."""
+_HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
+"""Keys that Hydra's ``instantiate`` acts upon."""
 
 _KINDS = {
     "checkpoint": Kind("a Lightning checkpoint or a .safetensors file of its weights", TEXT.fits),
@@ -53,9 +53,10 @@ _KINDS = {
 
 
 def evaluate(config: DictConfig) -> dict[str, float]:
-    """Run the loops on the saved weights; save and print the metrics, and print samples of text.
+    """Run the loops on the saved weights, print samples of text, and print and save the metrics.
 
-    Returns what the loops logged, which is in ``metrics.json``, too.
+    Returns:
+        The metrics that the loops logged, which ``metrics.json`` has, too.
     """
     check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
     validate_trainer(config.trainer)
@@ -67,7 +68,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         )
     L.seed_everything(config.seed)
     data = instantiate(config.data)
-    model, unloaded = restored(config.model, source)
+    model, unloaded = load_model(config.model, source)
     _validate_context(model, data)
     trainer: L.Trainer = instantiate(
         config.trainer, logger=[instantiate(logger) for logger in config.logger.values()]
@@ -82,21 +83,21 @@ def evaluate(config: DictConfig) -> dict[str, float]:
         folder = Path(config.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / METRICS).write_text(json.dumps(metrics, indent=2) + "\n")
-        show(config, metrics, model)
+        print_results(config, metrics, model)
     return metrics
 
 
 def with_data_of_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return the configuration with the data of the run in whose folder ``checkpoint`` lies.
 
-    Only values are taken, and only those that the command line does not name: ``config`` alone
-    says what is called.
+    Only values are taken, and only those that the command line does not override. Which class is
+    instantiated is never taken from the run.
     """
-    given = {override.lstrip("+").partition("=")[0] for override in overrides}
+    overridden = {override.lstrip("+").partition("=")[0] for override in overrides}
     source = Path(OmegaConf.select(config, "checkpoint", default=""))
-    recorded = [folder / ".hydra" / "config.yaml" for folder in source.absolute().parents[:2]]
-    file = next((path for path in recorded if path.is_file()), None)
-    if file is None or "data" in given:
+    files = [folder / ".hydra" / "config.yaml" for folder in source.absolute().parents[:2]]
+    file = next((path for path in files if path.is_file()), None)
+    if file is None or "data" in overridden:
         return config
     run = OmegaConf.load(file)
     assert isinstance(run, DictConfig)
@@ -108,30 +109,33 @@ def with_data_of_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig
             f"The run in '{file.parents[1]}' had other data, {target}: give data=text, data=images "
             f"or data=own data._target_=NAME." + see("commands")
         )
-    _validate_plain(values, file, "data")
+    _validate_values(values, file, "data")
     merged = config.copy()
     for name, value in values.items():
-        if f"data.{name}" not in given:
+        if f"data.{name}" not in overridden:
             OmegaConf.update(merged, f"data.{name}", value, force_add=True)
     return merged
 
 
 def _validate_context(model: L.LightningModule, data: L.LightningDataModule) -> None:
-    """Check that the model has a position for each token of a window, where both have a context."""
-    longest, context = getattr(model, "context", None), getattr(data, "context", None)
-    if isinstance(longest, int) and isinstance(context, int) and context > longest:
+    """Check that the windows of the data are not longer than the model's context, if it has one."""
+    limit, context = getattr(model, "context", None), getattr(data, "context", None)
+    if isinstance(limit, int) and isinstance(context, int) and context > limit:
         raise ValueError(
             f"The windows of data.context={context} are longer than the model's context, "
-            f"{longest}: give data.context={longest}." + see("commands")
+            f"{limit}: give data.context={limit}." + see("commands")
         )
 
 
-def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path | None]:
-    """Make the model of saved weights; return it, and the file that the Trainer has yet to load.
+def load_model(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path | None]:
+    """Instantiate the model of saved weights.
 
-    The hyperparameters in a checkpoint replace the arguments in ``config``, which alone says what
-    is called; a safetensors file has none, and its weights are loaded at once, the pruned ones into
-    sparse storage.
+    The class is that of ``config``. Hyperparameters in a checkpoint replace the arguments there. A
+    safetensors file has no hyperparameters; its weights are loaded here, pruned ones into sparse
+    storage.
+
+    Returns:
+        The model, and the file whose weights the Trainer has to load; None if they are loaded.
     """
     if source.suffix == ".safetensors":
         model: L.LightningModule = instantiate(config)
@@ -145,7 +149,7 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
     files.verify(source)
     contents = files.load_mapped(source, weights_only=True)
     values = contents.get("hyper_parameters", {})
-    _validate_plain(values, source)
+    _validate_values(values, source)
     make = instantiate(config, _partial_=True)
     try:
         return make(**values), source
@@ -157,27 +161,27 @@ def restored(config: DictConfig, source: Path) -> tuple[L.LightningModule, Path 
         ) from error
 
 
-def _validate_plain(value: Any, source: Path, place: str = "hyper_parameters") -> None:
-    """Check that no configuration is among values from a file, as a model might instantiate it."""
+def _validate_values(value: Any, source: Path, path: str = "hyper_parameters") -> None:
+    """Check that values from a file are no configuration, which a model might instantiate."""
     parts: Mapping[Any, Any] = {}
     found = "an interpolation" if isinstance(value, str) and "${" in value else None
     if isinstance(value, Mapping):
         parts = value
-        found = next((f"the key `{key}`" for key in _INSTANTIATING if key in value), None)
+        found = next((f"the key `{key}`" for key in _HYDRA_KEYS if key in value), None)
     elif isinstance(value, list | tuple | set):
         parts = dict(enumerate(value))
     if found is not None:
         raise ValueError(
-            f"'{source}' has {found} in {place}: {shown(value)}. Settings in a file are values; "
-            "what is called, and what is looked up, the configuration alone says. "
-            "Evaluate a .safetensors file of the weights, which has none." + see("commands")
+            f"'{source}' has {found} in {path}: {short_repr(value)}. Settings in a file must be "
+            "plain values, as only the configuration may name classes and look up values. Evaluate "
+            "a .safetensors file of the weights, which has no settings." + see("commands")
         )
     for key, part in parts.items():
-        _validate_plain(part, source, f"{place}.{key}")
+        _validate_values(part, source, f"{path}.{key}")
 
 
-def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
-    """Print the metrics, and what the model writes after each prompt, if it writes."""
+def print_results(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
+    """Print the metrics, and the text that the model generates after each prompt, if it can."""
     console = Console()
     rows = [(name, f"{value:.6g}") for name, value in metrics.items()]
     console.print(terminal([Section(str(config.checkpoint), ("metric", "value"), rows)]))
@@ -188,13 +192,13 @@ def show(config: DictConfig, metrics: Mapping[str, float], model: Any) -> None:
 
 def main() -> None:
     """Run the command."""
-    prepare()
+    prepare_process()
     _main()
 
 
-@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="eval")
+@hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="eval")
 def _main(config: DictConfig) -> None:
-    with refusing("axosparse-eval"):
+    with one_line_errors("axosparse-eval"):
         evaluate(with_data_of_run(config, HydraConfig.get().overrides.task))
 
 

@@ -1,4 +1,4 @@
-"""Reads from its folder what a job of a sweep is, how it ended, and how to run it again."""
+"""Reads a run's folder: its configuration, its result or error, and the command to repeat it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from lightning_axosparse.support.troubleshooting import see
 
 RESULT = "result.jsonl"
 _ERROR = "error.txt"
-_CONSUMED = ("seed", "data", "model", "trainer", "callbacks")
-"""The parts of the configuration that make a run what it is, beside what prunes."""
+_SETTINGS = ("seed", "data", "model", "trainer", "callbacks")
+"""The parts of the configuration that determine a run's result, besides pruning."""
 
 Status = Literal["finished", "failed", "not finished"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of ``axosparse-train``, in a sweep or alone: its folder, and what is read there.
+    """One run of ``axosparse-train``, in a sweep or alone, as read from its folder.
 
     ``config`` is not resolved; ``error`` is the message of a job that has failed, or whose result
     is damaged.
@@ -46,7 +46,11 @@ class Job:
 
     @classmethod
     def read(cls, folder: Path) -> Job:
-        """Read a job's folder; FileNotFoundError if no run has begun there."""
+        """Read a job's folder.
+
+        Raises:
+            FileNotFoundError: if no run has begun there.
+        """
         hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.overrides
         config = OmegaConf.load(folder / ".hydra" / "config.yaml")
         assert isinstance(config, DictConfig)
@@ -60,25 +64,25 @@ class Job:
 
     @property
     def status(self) -> Status:
-        """How it ended; "not finished": it was killed, or is still running."""
+        """How the job ended; "not finished" if it was killed, or is still running."""
         if self.result is not None:
             return "finished"
         return "not finished" if self.error is None else "failed"
 
     @property
     def problem(self) -> str:
-        """The first line of the error; empty if it did not fail."""
+        """The first line of the error; empty if there is none."""
         return (self.error or "").partition("\n")[0]
 
     @property
     def arm(self) -> str:
-        """The name of what is compared; without arms "ticket" or "dense"."""
-        named = OmegaConf.select(self.config, "arm.name")
-        return str(named or ("ticket" if self.config.pruning.callback else "dense"))
+        """The name of the job's arm in a comparison; "ticket" or "dense" if it names none."""
+        name = OmegaConf.select(self.config, "arm.name")
+        return str(name or ("ticket" if self.config.pruning.callback else "dense"))
 
     @property
     def ratio(self) -> float | None:
-        """The pruning ratio that it stands for; None if it is the same for all ratios."""
+        """The pruning ratio; None if the arm is the same at all ratios, as "dense" is."""
         if OmegaConf.select(self.config, "arm.name"):
             ratio = OmegaConf.select(self.config, "arm.ratio")
         else:
@@ -92,14 +96,14 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command that runs it alone, in its folder."""
+        """The command that runs this job alone, in its folder."""
         return command([], self.overrides, self.hydra_overrides, "hydra.run.dir", self.folder)
 
 
 def jobs_in(folder: Path) -> list[Job]:
     """Return the jobs that have begun in a sweep's folder, in the natural order of their names."""
     folders = [path.parent.parent for path in folder.rglob(".hydra/hydra.yaml")]
-    return [Job.read(path) for path in sorted(folders, key=lambda path: _natural(str(path)))]
+    return [Job.read(path) for path in sorted(folders, key=lambda path: _natural_key(str(path)))]
 
 
 def command(
@@ -110,8 +114,8 @@ def command(
     folder: Path,
 ) -> str:
     """Return the ``axosparse-train`` command that writes to ``folder``, for a shell."""
-    of_sweep = "hydra.mode=", "hydra.sweep.", "hydra.run.dir="
-    others = [override for override in hydra_overrides if not override.startswith(of_sweep)]
+    replaced = "hydra.mode=", "hydra.sweep.", "hydra.run.dir="
+    others = [override for override in hydra_overrides if not override.startswith(replaced)]
     path = str(folder.absolute())
     if not re.fullmatch(r"[\w./:+-]+", path):
         path = '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -119,10 +123,10 @@ def command(
 
 
 def settings_of(config: DictConfig) -> dict[str, Any]:
-    """Return what makes a run what it is, as plain values; paths are relative to its folder."""
+    """Return the settings that determine a run's result, with paths relative to its folder."""
     moved = config.copy()
     moved.folder = "."
-    parts = {**{name: moved[name] for name in _CONSUMED}, "pruning": moved.pruning.callback}
+    parts = {**{name: moved[name] for name in _SETTINGS}, "pruning": moved.pruning.callback}
     settings = {
         name: OmegaConf.to_container(part, resolve=True) if OmegaConf.is_config(part) else part
         for name, part in parts.items()
@@ -131,13 +135,17 @@ def settings_of(config: DictConfig) -> dict[str, Any]:
     return plain
 
 
-def finished_before(config: DictConfig) -> RunResult | None:
-    """Return the result that an earlier call left of this job, if any, and of no other one."""
+def earlier_result(config: DictConfig) -> RunResult | None:
+    """Return the result of an earlier run of this job; None if there is none.
+
+    Raises:
+        ValueError: if the folder has the result of another job.
+    """
     path = Path(config.folder) / RESULT
     if not path.exists():
         return None
     result = RunResult.load(path)
-    different = difference(result.settings, settings_of(config))
+    different = first_difference(result.settings, settings_of(config))
     if different is not None:
         raise ValueError(
             f"'{path}' is the result of another job: {different}. Choose another hydra.sweep.dir, "
@@ -146,11 +154,12 @@ def finished_before(config: DictConfig) -> RunResult | None:
     return result
 
 
-def difference(before: Any, now: Any, name: str = "") -> str | None:
+def first_difference(before: Any, now: Any, name: str = "") -> str | None:
     """Return the first setting that differs, in words; None if all are equal."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
         for key in [*before, *(key for key in now if key not in before)]:
-            inner = difference(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+            path = f"{name}.{key}" if name else key
+            inner = first_difference(before.get(key), now.get(key), path)
             if inner is not None:
                 return inner
         return None
@@ -158,20 +167,20 @@ def difference(before: Any, now: Any, name: str = "") -> str | None:
 
 
 @contextmanager
-def recorded(folder: Path) -> Iterator[None]:
-    """Leave the message of an error in the job's folder, and nothing of earlier attempts."""
+def recording_errors(folder: Path) -> Iterator[None]:
+    """Write the message of an error to the job's folder; results of earlier runs are removed."""
     for name in (RESULT, _ERROR):
         (folder / name).unlink(missing_ok=True)
     try:
         yield
     except Exception as error:
         with replacing(folder / _ERROR) as file:
-            file.write(f"{message(error)}\n\n{traceback.format_exc()}".encode())
+            file.write(f"{error_message(error)}\n\n{traceback.format_exc()}".encode())
         raise
 
 
-def message(error: Exception) -> str:
-    """Return the error's message; for an object, after its group of the configuration."""
+def error_message(error: Exception) -> str:
+    """Return the message of an error, with the part of the configuration that it is about."""
     if isinstance(error, MissingMandatoryValue):
         name = str(error.full_key)
         return f"{name} is missing: give {name}=VALUE." + see("commands")
@@ -182,18 +191,16 @@ def message(error: Exception) -> str:
     return f"{group}: {cause if cause is not None else str(error).partition(chr(10))[0]}"
 
 
-def _natural(text: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers inside of texts by their values."""
+def _natural_key(text: str) -> list[tuple[int, str]]:
+    """Return a key that sorts numbers in texts by value: "job2" before "job10"."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
-
-
-# What other jobs have made
 
 
 def random_ticket(folder: str, seed: int) -> Ticket:
     """Return a random ticket with the layer densities of the one that a job drew in ``folder``.
 
-    Otherwise the error says what to run.
+    Raises:
+        ValueError: if there is no such ticket; the message says which job to run.
     """
     path = Path(folder).resolve()
     try:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from axosparse_commands.arguments import MODELS
-from axosparse_commands.arguments import plan as arguments_of_plan
+from axosparse_commands.arguments import MODELS, plan_parser
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.callbacks.timeline import RecordedStep, gantt
 from lightning_axosparse.distributed.grid import divisors
@@ -18,13 +17,13 @@ from lightning_axosparse.planning.cost import DENSE, SPARSE, Cluster, Transforme
 from lightning_axosparse.planning.search import Plan, Workload, search
 from lightning_axosparse.planning.simulate import Wire
 
-_DRAWN = 3000
-"""Most spans in a chart: more are too narrow to see and take minutes to plot."""
+_MAX_SPANS = 3000
+"""Spans in a chart: more would be too narrow to see and take minutes to plot."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = arguments_of_plan()
+    parser = plan_parser()
     options = parser.parse_args(arguments)
     best: list[tuple[float, Plan]] = []
     for ratio in options.pruning_ratio:
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.exit(1, f"Pruning ratio {ratio:g}: {error}\n")
         best.append((ratio, plans[0]))
         name = "x".join(map(str, options.shape)) if options.shape else options.model
-        Console().print(terminal([table(plans, f"{name}, {_weights(ratio)}")]))
+        Console().print(terminal([table(plans, f"{name}, {_ratio_text(ratio)}")]))
     if options.gantt is not None:
         plot(best, options.gantt)
 
@@ -45,7 +44,7 @@ _COLUMNS = (
         "micro-\nbatches\nx samples",
         "in\nflight",
     ),
-    *("GB a\ndevice", "bubble", "mes-\nsages\ns", "all-\nreduce\ns", "step\ns"),
+    *("GB per\ndevice", "bubble", "mes-\nsages\ns", "all-\nreduce\ns", "step\ns"),
 )
 
 
@@ -53,7 +52,7 @@ def table(plans: Sequence[Plan], title: str) -> Section:
     """Return a table with one row per plan."""
     rows = [
         (
-            _grid(plan),
+            _grid_text(plan),
             f"{plan.microbatches} x {plan.choice.microbatch}",
             str(plan.choice.in_flight),
             f"{plan.memory / 1e9:.2f}",
@@ -67,26 +66,31 @@ def table(plans: Sequence[Plan], title: str) -> Section:
     return Section(title, _COLUMNS, rows)
 
 
-def _grid(plan: Plan) -> str:
-    """Stages, ranks that share one, and replicas, over how many of which experts are spread."""
+def _grid_text(plan: Plan) -> str:
+    """Return the grid as in the first column.
+
+    "4 x 2 x 8 (4)" has 4 stages, 2 tensor ranks and 8 replicas, of which groups of 4 divide the
+    experts.
+    """
     choice = plan.choice
-    shared = f"{choice.g_tensor} x " if choice.g_tensor > 1 else ""
-    spread = f" ({choice.g_expert})" if choice.g_expert > 1 else ""
-    return f"{choice.g_inter} x {shared}{plan.g_data}{spread}"
+    tensor = f"{choice.g_tensor} x " if choice.g_tensor > 1 else ""
+    expert = f" ({choice.g_expert})" if choice.g_expert > 1 else ""
+    return f"{choice.g_inter} x {tensor}{plan.g_data}{expert}"
 
 
 def plot(plans: Sequence[tuple[float, Plan]], file: Path) -> None:
     """Write one picture with the Gantt charts of all plans, each with its pruning ratio."""
-    figure = gantt([RecordedStep(0, 0, "", plan.simulation.spans[:_DRAWN]) for _, plan in plans])
+    steps = [RecordedStep(0, 0, "", plan.simulation.spans[:_MAX_SPANS]) for _, plan in plans]
+    figure = gantt(steps)
     for axes, (ratio, plan) in zip(figure.axes, plans, strict=True):
         axes.set_title(
-            f"{_weights(ratio)}: {_grid(plan)} devices, "
+            f"{_ratio_text(ratio)}: {_grid_text(plan)} devices, "
             f"{plan.microbatches} micro-batches, {plan.choice.in_flight} in flight"
         )
     figure.savefig(file, dpi=120)
 
 
-def _weights(ratio: float) -> str:
+def _ratio_text(ratio: float) -> str:
     return f"{ratio:.0%} of the weights pruned" if ratio else "dense weights"
 
 

@@ -1,6 +1,6 @@
-"""Gathers all jobs of a sweep into a page that stands alone: the command ``axosparse-sweep``.
+"""Writes the report of all jobs of a sweep: the command ``axosparse-sweep``.
 
-Finished jobs are grouped into points, an arm at a ratio, for tables and curves.
+Finished jobs of the same arm and ratio are grouped into points of tables and curves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
-from axosparse_commands.arguments import sweep as arguments_of_sweep
+from axosparse_commands.arguments import sweep_parser
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.tables import Section
 from lightning_axosparse.cli.job import Job, command, jobs_in
@@ -32,16 +32,16 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of a run that the report shows: its name with its unit, and how it is shown."""
+    """A number of a run in the report: its name with its unit, its value and its format."""
 
     name: str
     number: Callable[[RunResult], float | None]
     format: str = "{:.3f}"
 
 
-TEST = Measure("test perplexity", lambda result: result.test_perplexity)
+TEST_PERPLEXITY = Measure("test perplexity", lambda result: result.test_perplexity)
 CURVES = {
-    "perplexity": TEST,
+    "perplexity": TEST_PERPLEXITY,
     "memory": Measure(
         "model state of the largest rank (MB)",
         lambda result: max(result.state_bytes[result.period]) / 1e6,
@@ -57,15 +57,15 @@ CURVES = {
     ),
     "draw_step": Measure("ticket drawn after (steps)", lambda result: result.draw_step, "{:.0f}"),
 }
-"""Name of a picture -> what it shows."""
+"""Name of a plot -> the number that it plots against the pruning ratio."""
 
 
 @dataclass(frozen=True)
 class Point:
     """The finished jobs of one arm at one ratio, in the order of their seeds.
 
-    ``label`` names the arm, and other overrides in which the jobs of the sweep differ; ``ratio`` is
-    None if the arm is the same at all ratios.
+    ``label`` names the arm, and the job's overrides of other keys in which jobs of the sweep
+    differ, such as "ticket, model.depth=2"; ``ratio`` is None if the arm is the same at all ratios.
     """
 
     label: str
@@ -76,36 +76,39 @@ class Point:
         """Return a number of all jobs that have it, in the order of their seeds."""
         return list(self._by_seed(measure).values())
 
-    def against(self, other: Point | None, measure: Measure) -> float | None:
-        """Return by which fraction a number exceeds the other point's, on average over seeds."""
-        theirs = {} if other is None else other._by_seed(measure)
-        ours = self._by_seed(measure)
-        ratios = [ours[seed] / theirs[seed] - 1 for seed in ours if theirs.get(seed)]
-        return mean(ratios) if ratios else None
+    def increase_over(self, other: Point | None, measure: Measure) -> float | None:
+        """Return the relative increase over the other point, averaged over common seeds.
+
+        10.5 against 10 is 0.05; None if there is no common seed.
+        """
+        baseline = {} if other is None else other._by_seed(measure)
+        values = self._by_seed(measure)
+        increases = [values[seed] / baseline[seed] - 1 for seed in values if baseline.get(seed)]
+        return mean(increases) if increases else None
 
     def _by_seed(self, measure: Measure) -> dict[int, float]:
         results = [(job.seed, job.result) for job in self.jobs]
-        found = {seed: measure.number(result) for seed, result in results if result is not None}
-        return {seed: value for seed, value in found.items() if value is not None}
+        numbers = {seed: measure.number(result) for seed, result in results if result is not None}
+        return {seed: number for seed, number in numbers.items() if number is not None}
 
 
-def points(jobs: Sequence[Job]) -> list[Point]:
+def group_jobs(jobs: Sequence[Job]) -> list[Point]:
     """Group finished jobs by arm and ratio."""
-    others = varying(jobs)
+    keys = differing_keys(jobs)
     groups: dict[tuple[str, float | None], list[Job]] = {}
     for job in jobs:
         if job.result is not None:
-            label = ", ".join([job.arm, *(f"{k}={v}" for k, v in chosen(job, others).items())])
+            label = ", ".join([job.arm, *(f"{k}={v}" for k, v in overrides_of(job, keys).items())])
             groups.setdefault((label, job.ratio), []).append(job)
-    found = [
+    points = [
         Point(label, ratio, sorted(group, key=lambda job: job.seed))
         for (label, ratio), group in groups.items()
     ]
-    return sorted(found, key=lambda point: (point.label, point.ratio or 0))
+    return sorted(points, key=lambda point: (point.label, point.ratio or 0))
 
 
-def varying(jobs: Sequence[Job]) -> list[str]:
-    """Return the keys, beside arm, ratio and seed, in whose overrides the jobs differ."""
+def differing_keys(jobs: Sequence[Job]) -> list[str]:
+    """Return the keys, except arm, ratio and seed, for which the jobs' overrides differ."""
     tables = [_overrides(job) for job in jobs]
     keys = {key: None for table in tables for key in table}
     return [
@@ -116,7 +119,7 @@ def varying(jobs: Sequence[Job]) -> list[str]:
     ]
 
 
-def chosen(job: Job, keys: Sequence[str]) -> dict[str, str]:
+def overrides_of(job: Job, keys: Sequence[str]) -> dict[str, str]:
     """Return the job's overrides of these keys."""
     table = _overrides(job)
     return {key: table[key] for key in keys if key in table}
@@ -131,47 +134,47 @@ def _overrides(job: Job) -> dict[str, str]:
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write one row for each job, with its numbers as they are."""
+    """Write one row for each job, with unformatted numbers."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["job"])
         writer.writeheader()
         writer.writerows(rows)
 
 
-def sections(jobs: Sequence[Job], found: Sequence[Point], rows: Sequence[Row]) -> list[Section]:
+def sections(jobs: Sequence[Job], points: Sequence[Point], rows: Sequence[Row]) -> list[Section]:
     """Return the tables of a report in order, without empty ones."""
-    every = [_summary(found), _unfinished(jobs), _jobs(rows)]
-    return [section for section in every if section.rows]
+    tables = [_summary(points), _unfinished(jobs), _jobs(rows)]
+    return [section for section in tables if section.rows]
 
 
-def _summary(found: Sequence[Point]) -> Section:
-    dense = next((p for p in found if (p.label, p.ratio) == ("dense", None)), None)
-    others = [measure for measure in CURVES.values() if measure is not TEST]
+def _summary(points: Sequence[Point]) -> Section:
+    dense = next((p for p in points if (p.label, p.ratio) == ("dense", None)), None)
+    others = [measure for measure in CURVES.values() if measure is not TEST_PERPLEXITY]
     rows = []
-    for point in found:
-        against = point.against(dense, TEST)
+    for point in points:
+        increase = point.increase_over(dense, TEST_PERPLEXITY)
         rows.append(
             (
                 point.label,
                 "" if point.ratio is None else f"{point.ratio:g}",
                 str(len(point.jobs)),
-                _spread(point, TEST),
-                "" if against is None else f"{against:+.1%}",
-                *(_spread(point, measure) for measure in others),
+                _mean_and_range(point, TEST_PERPLEXITY),
+                "" if increase is None else f"{increase:+.1%}",
+                *(_mean_and_range(point, measure) for measure in others),
             )
         )
-    columns = ["arm", "pruned", "seeds", TEST.name, "against dense"]
+    columns = ["arm", "pruned", "seeds", TEST_PERPLEXITY.name, "against dense"]
     columns += [measure.name for measure in others]
     return Section("Mean over seeds (least to most)", columns, rows)
 
 
-def _spread(point: Point, measure: Measure) -> str:
-    """The mean of a measure and its least and largest value, in words."""
+def _mean_and_range(point: Point, measure: Measure) -> str:
+    """Return the mean and the range of a measure, such as "4.10 (4.05 to 4.15)"."""
     values = point.values(measure)
     if not values:
         return ""
-    middle, least, most = map(measure.format.format, (mean(values), min(values), max(values)))
-    return middle if least == most else f"{middle} ({least} to {most})"
+    average, least, most = map(measure.format.format, (mean(values), min(values), max(values)))
+    return average if least == most else f"{average} ({least} to {most})"
 
 
 def _unfinished(jobs: Sequence[Job]) -> Section:
@@ -180,7 +183,7 @@ def _unfinished(jobs: Sequence[Job]) -> Section:
         for job in jobs
         if job.result is None
     ]
-    columns = ("job", "status", "error", "the command that runs it again, alone")
+    columns = ("job", "status", "error", "command to repeat it")
     return Section("Jobs that have not finished", columns, rows)
 
 
@@ -194,19 +197,19 @@ def _jobs(rows: Sequence[Row]) -> Section:
     return Section("All jobs", [name.replace("_", " ") for name in columns], cells)
 
 
-def _row(job: Job, others: Sequence[str]) -> Row:
-    """Return all that is known of a job, by column."""
+def _row(job: Job, keys: Sequence[str]) -> Row:
+    """Return the row of a job: its settings, its result, and the command to repeat it."""
     row: Row = {
         "job": job.folder.name,
         "status": job.status,
         "arm": job.arm,
         "ratio": job.ratio,
         "seed": job.seed,
-        **dict.fromkeys(others, ""),
-        **chosen(job, others),
+        **dict.fromkeys(keys, ""),
+        **overrides_of(job, keys),
     }
     result = job.result
-    for name in _NUMBERS:
+    for name in _RESULT_COLUMNS:
         row[name] = None if result is None else getattr(result, name)
     row["largest_state_bytes"] = result and max(result.state_bytes[result.period])
     row["largest_reduced_bytes"] = result and max(result.reduced_bytes[result.period])
@@ -216,7 +219,7 @@ def _row(job: Job, others: Sequence[str]) -> Row:
     return {**row, "error": job.problem, "command": job.command}
 
 
-_NUMBERS = (
+_RESULT_COLUMNS = (
     *("stages", "replicas", "parameters", "steps", "density", "draw_step"),
     *("validation_perplexity", "test_perplexity", "validation_loss", "test_loss"),
     *("validation_accuracy", "test_accuracy", "train_loss"),
@@ -234,41 +237,41 @@ def _cell(value: object) -> str:
 # Curves
 
 
-def curves(found: Sequence[Point]) -> dict[str, Figure]:
-    """Return the curves against the pruning ratio for which there are numbers, by name."""
+def curves(points: Sequence[Point]) -> dict[str, Figure]:
+    """Return the plots against the pruning ratio for which there are numbers, by name."""
     from matplotlib.figure import Figure
 
     figures = {}
     for name, measure in CURVES.items():
-        if not any(p.ratio is not None and p.values(measure) for p in found):
+        if not any(p.ratio is not None and p.values(measure) for p in points):
             continue
         figures[name] = figure = Figure(figsize=(8, 4.8), layout="constrained")
         axes = figure.subplots()
-        for number, label in enumerate(dict.fromkeys(point.label for point in found)):
-            own = [p for p in found if p.label == label and p.values(measure)]
-            _curve(axes, own, measure, label, f"C{number % 10}")
+        for number, label in enumerate(dict.fromkeys(point.label for point in points)):
+            arm = [p for p in points if p.label == label and p.values(measure)]
+            _plot_arm(axes, arm, measure, label, f"C{number % 10}")
         axes.set(xlabel="pruned (fraction of the entries)", ylabel=measure.name)
         axes.legend(frameon=False, fontsize="small")
     return figures
 
 
-def _curve(axes: Axes, own: Sequence[Point], measure: Measure, label: str, color: str) -> None:
-    """Draw an arm: a curve through the means, with bars from the least to the largest value.
+def _plot_arm(axes: Axes, arm: Sequence[Point], measure: Measure, label: str, color: str) -> None:
+    """Plot an arm: a curve through the means, with bars from the least to the largest value.
 
-    An arm that is the same at all ratios is a line in a band.
+    An arm that is the same at all ratios is a horizontal line in a band.
     """
     ratios, means, below, above = [], [], [], []
-    for point in own:
+    for point in arm:
         values = point.values(measure)
-        middle, least, most = mean(values), min(values), max(values)
+        average, least, most = mean(values), min(values), max(values)
         if point.ratio is None:
-            axes.axhline(middle, linestyle="--", label=label, color=color)
+            axes.axhline(average, linestyle="--", label=label, color=color)
             axes.axhspan(least, most, alpha=0.15, color=color)
             continue
         ratios.append(point.ratio)
-        means.append(middle)
-        below.append(middle - least)
-        above.append(most - middle)
+        means.append(average)
+        below.append(average - least)
+        above.append(most - average)
     if ratios:
         axes.errorbar(
             ratios,
@@ -286,27 +289,27 @@ def _curve(axes: Axes, own: Sequence[Point], measure: Measure, label: str, color
 
 
 def gather(folder: Path) -> list[Job]:
-    """Write ``sweep.csv``, ``sweep.html`` and pictures to a sweep's folder; return its jobs."""
+    """Write ``sweep.csv``, ``sweep.html`` and plots to a sweep's folder; return its jobs."""
     # matplotlib takes long to import.
     from lightning_axosparse.callbacks.report.page import figure, page, save_plots, table
 
     jobs = jobs_in(folder)
-    found, others = points(jobs), varying(jobs)
-    rows = [_row(job, others) for job in jobs]
+    points, keys = group_jobs(jobs), differing_keys(jobs)
+    rows = [_row(job, keys) for job in jobs]
     write_csv(rows, folder / "sweep.csv")
     blocks = [f"<p>{_finished(jobs)}</p>"]
     if resume := resume_command(folder):
-        blocks.append(f"<p>The command that goes on with it: <code>{escape(resume)}</code></p>")
-    plots = curves(found)
+        blocks.append(f"<p>The command that resumes the sweep: <code>{escape(resume)}</code></p>")
+    plots = curves(points)
     save_plots(plots, folder)
     blocks += [figure(name, plot) for name, plot in plots.items()]
-    blocks += map(table, sections(jobs, found, rows))
+    blocks += map(table, sections(jobs, points, rows))
     (folder / "sweep.html").write_text(page("Sweep", blocks))
     return jobs
 
 
 def summary(folder: Path, jobs: Sequence[Job]) -> str:
-    """Return in words how many jobs have finished, what others need, and where the report is."""
+    """Return, as text, how many jobs have finished, commands to repeat others, and the report."""
     lines = [_finished(jobs)]
     for job in jobs:
         if job.result is None:
@@ -317,7 +320,7 @@ def summary(folder: Path, jobs: Sequence[Job]) -> str:
 
 
 def resume_command(folder: Path) -> str | None:
-    """Return the command that goes on with the sweep; None if Hydra did not start it."""
+    """Return the command that resumes the sweep; None if Hydra did not start it."""
     file = folder / "multirun.yaml"
     if not file.exists():
         return None
@@ -343,7 +346,7 @@ class GatherResults(Callback):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = arguments_of_sweep()
+    parser = sweep_parser()
     folder: Path = parser.parse_args(arguments).folder
     jobs = gather(folder)
     if not jobs:

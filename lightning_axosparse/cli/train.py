@@ -25,14 +25,20 @@ from omegaconf.errors import MissingMandatoryValue
 from rich.console import Console
 from typing_extensions import override
 
-from axosparse_commands.overrides import configuration
+from axosparse_commands.overrides import config_folder
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.callbacks.report.report import TrainingReport
 from lightning_axosparse.callbacks.report.tables import sections, terminal
-from lightning_axosparse.cli.job import RESULT, finished_before, message, recorded, settings_of
+from lightning_axosparse.cli.job import (
+    RESULT,
+    earlier_result,
+    error_message,
+    recording_errors,
+    settings_of,
+)
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.strategy.compat.internals import callbacks_of
-from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, shown
+from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, short_repr
 from lightning_axosparse.support.troubleshooting import see
 
 _KINDS = {
@@ -41,10 +47,10 @@ _KINDS = {
     "sample.length": INDEX,
     "sample.temperature": NOT_NEGATIVE,
 }
-"""Values that the command itself uses; classes validate the arguments of their objects."""
+"""Values that the command itself uses; classes validate their arguments."""
 
 
-REFUSALS = (
+USER_ERRORS = (
     InstantiationException,
     MisconfigurationException,
     MissingMandatoryValue,
@@ -57,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 
 def per_replica(batch: int, ranks: int, stages: int) -> int:
-    """Return the samples of a replica, of a batch over all replicas."""
+    """Return the batch size of a replica: 8 for a global batch of 32, 8 ranks and 2 stages."""
     replicas = ranks // stages
     if batch % replicas:
         raise ValueError(
@@ -67,7 +73,10 @@ def per_replica(batch: int, ranks: int, stages: int) -> int:
 
 
 def heads(width: Any) -> int:
-    """Return how many heads a GPT has where only its width is given, which the GPT validates."""
+    """Return the default heads of a GPT: at most 6, and a divisor of ``width``.
+
+    A width of the wrong type is refused by the GPT.
+    """
     return 6 if type(width) is not int else max(n for n in range(1, 7) if width % n == 0)
 
 
@@ -79,9 +88,9 @@ OmegaConf.register_new_resolver("per_replica", per_replica, replace=True)
 
 
 class RunFolder(Callback):
-    """The callback of Hydra that makes the folder of a run, or ends the command with one line.
+    """A callback of Hydra that creates the folder of a run, or ends the command with one line.
 
-    Hydra makes it itself, but prints a traceback where it cannot.
+    Hydra would create the folder itself, but prints a traceback if it cannot.
     """
 
     @override
@@ -94,10 +103,10 @@ class RunFolder(Callback):
 
 
 def _make_folder(config: DictConfig, mode: str) -> None:
-    """Make the folder ``hydra.MODE.dir``.
+    """Create the folder ``hydra.MODE.dir``.
 
     Raises:
-        SystemExit: if it cannot be made; Hydra turns any exception of a callback into a warning.
+        SystemExit: if that fails; Hydra would turn an ``Exception`` into a warning.
     """
     folder = Path(config.hydra[mode].dir)
     try:
@@ -112,17 +121,19 @@ def _make_folder(config: DictConfig, mode: str) -> None:
 def train(config: DictConfig) -> float | None:
     """Fit and test the model, save its final numbers, print the report and a sample of text.
 
-    Returns the last validation loss, the objective of a sweep. Values are validated before any rank
-    starts.
+    Values are validated before any rank starts.
+
+    Returns:
+        The last validation loss, which sweepers minimize.
     """
     check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
     validate_trainer(config.trainer)
-    settings = settings_of(config)  # Making objects resolves parts of it in place.
+    settings = settings_of(config)  # Before `instantiate` resolves parts of it in place.
     L.seed_everything(config.seed)
     data = instantiate(config.data)
     model = instantiate(config.model)
     callbacks = dict(config.callbacks.items())
-    if not config.trainer.enable_progress_bar:  # Lightning rejects a bar beside it.
+    if not config.trainer.enable_progress_bar:  # Lightning refuses the callback then.
         callbacks.pop("progress", None)
     trainer: L.Trainer = instantiate(
         config.trainer,
@@ -135,22 +146,24 @@ def train(config: DictConfig) -> float | None:
     loss = trainer.callback_metrics.get("val_loss")
     trainer.test(model, datamodule=data, verbose=False)
     if trainer.is_global_zero:
-        show(config, settings, trainer, model)
+        save_and_print_results(config, settings, trainer, model)
     return None if loss is None else float(loss)
 
 
 def validate_trainer(options: DictConfig) -> None:
-    """Validate the types of numbers and bools of the Trainer's arguments; it checks few."""
+    """Validate the types of numbers and bools among the Trainer's arguments, which checks few."""
     for name, hint in get_type_hints(L.Trainer.__init__).items():
         kinds = [kind for kind in get_args(hint) or [hint] if kind is not type(None)]
         value: Any = options.get(name)
         is_plain = {int, float, bool}.issuperset(kinds)
         if is_plain and value is not None and not isinstance(value, tuple(kinds)):
             wanted = " or ".join(kind.__name__ for kind in kinds)
-            raise ValueError(f"trainer.{name}={shown(value)} must be {wanted}." + see("arguments"))
+            raise ValueError(
+                f"trainer.{name}={short_repr(value)} must be {wanted}." + see("arguments")
+            )
 
 
-def show(
+def save_and_print_results(
     config: DictConfig, settings: dict[str, Any], trainer: L.Trainer, model: L.LightningModule
 ) -> None:
     """Save the final numbers; print the report and a sample of generated text."""
@@ -160,13 +173,13 @@ def show(
             RunResult.of(report.facts, settings).save(Path(config.folder) / RESULT)
             console.print(terminal(sections(report.facts)))
     write_sample(console, config, model, config.sample.prompt, "The model writes")
-    console.print(f"Report, pictures, checkpoints: {config.folder}", soft_wrap=True)
+    console.print(f"Report, plots, checkpoints: {config.folder}", soft_wrap=True)
 
 
 def write_sample(
     console: Console, config: DictConfig, model: L.LightningModule, prompt: str, title: str
 ) -> None:
-    """Print what a model writes after a prompt, if it writes and a sample is asked for."""
+    """Print the text that a model generates after a prompt, if it can and a length is given."""
     sample = config.sample
     if sample.length and callable(generate := getattr(model, "generate", None)):
         console.rule(title)
@@ -182,55 +195,55 @@ def printable(text: str) -> str:
 
 def main() -> None:
     """Run the command."""
-    prepare()
+    prepare_process()
     _main()
 
 
-def prepare() -> None:
-    """Let ranks be as quiet as this process, and find modules of the working folder."""
-    # Lightning 2.6 asks torch's pytrees in a way that torch 2.13 warns of, once a process.
+def prepare_process() -> None:
+    """Ignore a warning in this process and its ranks, and find modules of the working folder."""
+    # Lightning 2.6 uses a function of torch's pytrees that torch 2.13 deprecates.
     os.environ.setdefault(
         "PYTHONWARNINGS", "ignore::FutureWarning:lightning.pytorch.utilities._pytree"
     )
     warnings.filterwarnings(
         "ignore", category=FutureWarning, module=r"lightning\.pytorch\..*_pytree"
     )
-    # Ranks find modules of the working folder there, so `_target_` may name them.
+    # So that `_target_` may name them; ranks do the same.
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
 
 
-@hydra.main(version_base="1.3", config_path=str(configuration()), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(config_folder()), config_name="config")
 def _main(config: DictConfig) -> float | None:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return _job_of_sweep(config)
-    with refusing("axosparse-train"), recorded(Path(config.folder)):
+    with one_line_errors("axosparse-train"), recording_errors(Path(config.folder)):
         return train(config)
 
 
 @contextmanager
-def refusing(command: str) -> Iterator[None]:
-    """End a command with one line for an invalid value; HYDRA_FULL_ERROR=1 raises the error."""
+def one_line_errors(command: str) -> Iterator[None]:
+    """End a command with one line for an error of the user; HYDRA_FULL_ERROR=1 raises the error."""
     try:
         yield
-    except REFUSALS as error:
+    except USER_ERRORS as error:
         if os.environ.get("HYDRA_FULL_ERROR"):
             raise
-        raise SystemExit(f"{command}: {message(error)}") from error
+        raise SystemExit(f"{command}: {error_message(error)}") from error
 
 
 def _job_of_sweep(config: DictConfig) -> float | None:
-    """Train, unless that has been done; after an error the next job runs."""
-    with refusing("axosparse-train"):
-        before = finished_before(config)
-    if before is not None:
+    """Train, unless there is a result already; log an error, so that the next job runs."""
+    with one_line_errors("axosparse-train"):
+        result = earlier_result(config)
+    if result is not None:
         _log.info("Finished before: %s", config.folder)
-        return before.validation_loss
+        return result.validation_loss
     try:
-        with recorded(Path(config.folder)):
+        with recording_errors(Path(config.folder)):
             return train(config)
     except Exception as error:
-        _log.error("Failed: %s", message(error))
+        _log.error("Failed: %s", error_message(error))
         return math.nan
 
 

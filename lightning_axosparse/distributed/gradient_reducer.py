@@ -2,14 +2,14 @@
 
 A bucket is a flat tensor of several gradients. Its all-reduce starts as soon as the last of its
 gradients is final, while the rest of the backward pass goes on; afterwards ``param.grad`` is a view
-of the bucket. Behind the gradients a bucket has one number per parameter, whose sum is that of the
-ranks which have a gradient of it: so it takes no message of its own to find those that none has.
+of the bucket. Behind the gradients, a bucket has one number per parameter: 1 if the rank has a
+gradient, else 0. A sum of 0 means that no rank has one, and ``param.grad`` becomes None.
 
-A sparse parameter consists of its kept values (SAMO, Singh & Bhatele, IPDPS 2023), so its gradient
-has no other entries, and this module needs no code for sparsity.
+A sparse parameter consists of its unpruned values (SAMO, Singh & Bhatele, IPDPS 2023), as does its
+gradient, so this module needs no code for sparsity.
 
-Where replicas divide the optimizer's state, each may need its part alone of a gradient. Then these
-are reduce-scattered, and the bucket is free for the next one.
+If replicas divide the optimizer's state, each may need only its part of a gradient. Then gradients
+are reduce-scattered, and the memory of the bucket is free for the next one.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class DividedGradient(Tensor):
-    """Stands for a reduced gradient of which this replica keeps a part alone (ZeRO stage 2).
+    """Stands for a reduced gradient of which this replica has only a part (ZeRO stage 2).
 
-    The part is all that the optimizer of this replica needs. Whoever else reads such a gradient is
-    told what to do, instead of getting numbers of a part or none.
+    The optimizer of this replica needs only the part. Any other code that reads the gradient gets
+    an error that says what to do.
 
     Attributes:
-        part: the elements that this replica keeps, 1-D.
+        part: the elements that this replica has, 1-D.
     """
 
     part: Tensor
 
     def __new__(cls, part: Tensor, shape: torch.Size) -> DividedGradient:
-        """Stand in for a gradient of that shape."""
+        """Create a tensor of the gradient's shape, without its elements."""
         gradient: DividedGradient = Tensor._make_wrapper_subclass(
             cls, shape, dtype=part.dtype, device=part.device
         )
@@ -63,7 +63,7 @@ class DividedGradient(Tensor):
             "With shard_optimizer=True, replicas divide the gradients once these are reduced, "
             "unless something reads them before the optimizer steps. Read them in the hooks "
             "`on_after_backward` or `on_before_optimizer_step` of the module or of a callback, "
-            "which get whole ones, or leave shard_optimizer out." + see("optimizers")
+            "which get full gradients, or leave shard_optimizer out." + see("optimizers")
         )
 
 
@@ -77,9 +77,9 @@ class ReductionGroup:
     """Parameters whose gradients are summed over the same ranks.
 
     Args:
-        group: the ranks that hold these parameters: those of one stage in all replicas, or of
-            several stages for parameters that these stages have in common.
-        parameters: in the same order on every rank of the group.
+        group: the ranks that have these parameters: those of one stage in all replicas, or of
+            several stages for parameters that these stages share.
+        parameters: the parameters, in the same order on every rank of the group.
     """
 
     group: dist.ProcessGroup
@@ -87,14 +87,14 @@ class ReductionGroup:
 
 
 @dataclass(frozen=True)
-class _Terms:
-    """How the gradient of a step is computed from those of its batches.
+class _Accumulation:
+    """Computes the gradient of a step from those of its batches: earlier + factor x this one.
 
     Attributes:
-        divisor: number that the sum over ranks is divided by.
-        factor: number that the gradients of this batch are multiplied by.
+        divisor: number by which the sum over ranks is divided.
+        factor: number by which the gradients of this batch are multiplied.
         earlier: gradients of earlier batches that are still to be added.
-        multiplied: parameters whose gradients are multiplied by the factor already.
+        multiplied: parameters whose gradients are already multiplied by the factor.
     """
 
     divisor: int
@@ -103,12 +103,12 @@ class _Terms:
     multiplied: Collection[nn.Parameter] = ()
 
     def total(self, parameter: nn.Parameter) -> Tensor | None:
-        fresh, earlier = parameter.grad, self.earlier.get(parameter)
+        gradient, earlier = parameter.grad, self.earlier.get(parameter)
         factor = 1.0 if parameter in self.multiplied else self.factor
         if earlier is not None:
             self.earlier[parameter] = None
-            return earlier if fresh is None else torch.add(earlier, fresh, alpha=factor)
-        return fresh if fresh is None or factor == 1 else fresh * factor
+            return earlier if gradient is None else torch.add(earlier, gradient, alpha=factor)
+        return gradient if gradient is None or factor == 1 else gradient * factor
 
 
 @dataclass(eq=False)
@@ -125,27 +125,29 @@ class _Bucket:
         """Number of elements of each parameter."""
         return [parameter.numel() for parameter in self.parameters]
 
-    def pack_and_start(self, terms: _Terms, pool: BlockPool, part: Part | None, room: int) -> int:
+    def pack_and_start(
+        self, accumulation: _Accumulation, pool: BlockPool, part: Part | None, min_size: int
+    ) -> int:
         """Copy the gradients into one flat tensor, start to reduce it, and return their bytes.
 
         Args:
-            terms: how the gradients are computed.
-            pool: where memory comes from.
-            part: the elements of each gradient that this rank keeps; None for all.
-            room: elements of the block that the flat tensor is in, at least.
+            accumulation: computes the gradients.
+            pool: allocates memory.
+            part: selects this rank's part of each gradient; None for all of it.
+            min_size: least number of elements to allocate for the flat tensor.
         """
         first, sizes = self.parameters[0], self.sizes
         size = sum(sizes) + len(sizes)
-        flat = pool.empty((max(size, room),), first.dtype, first.device)[:size]
+        flat = pool.empty((max(size, min_size),), first.dtype, first.device)[:size]
         *pieces, used = flat.split([*sizes, len(sizes)])
         has_gradient = []
         for parameter, piece in zip(self.parameters, pieces, strict=True):
-            gradient = terms.total(parameter)
+            gradient = accumulation.total(parameter)
             has_gradient.append(gradient is not None)
             if gradient is None:
                 piece.zero_()
             else:
-                torch.div(gradient.reshape(-1), terms.divisor, out=piece)
+                torch.div(gradient.reshape(-1), accumulation.divisor, out=piece)
         used.copy_(torch.tensor(has_gradient))
         if part is None:
             self.used, reduced = used, pieces
@@ -154,19 +156,19 @@ class _Bucket:
             parts = [part(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
             parts.append(used)
             lengths = [each.numel() for each in parts]
-            kept = pool.empty((sum(lengths),), first.dtype, first.device)
-            *reduced, self.used = kept.split(lengths)
+            own = pool.empty((sum(lengths),), first.dtype, first.device)
+            *reduced, self.used = own.split(lengths)
             self.work = cast("MPIProcessGroup", self.group).reduce_parts(
                 [*reduced, self.used], parts, flat
             )
         for parameter, piece in zip(self.parameters, reduced, strict=True):
-            whole = piece.numel() == parameter.numel()
+            is_full = piece.numel() == parameter.numel()
             shape = parameter.shape
-            parameter.grad = piece.view(shape) if whole else DividedGradient(piece, shape)
+            parameter.grad = piece.view(shape) if is_full else DividedGradient(piece, shape)
         return self.nbytes
 
     def await_reduced(self) -> None:
-        """Wait for the reduction; what no rank has used gets None, as on one process."""
+        """Wait for the reduction; parameters that no rank has used get None, as on one process."""
         assert self.used is not None
         self.work.wait()
         for parameter, ranks in zip(self.parameters, self.used.tolist(), strict=True):
@@ -176,16 +178,16 @@ class _Bucket:
 
 
 Part = Callable[[nn.Parameter, Tensor], Tensor]
-"""Selects the elements of a parameter's flat gradient that this rank keeps, as a view of them."""
+"""Returns this rank's part of a parameter's flat gradient, as a view."""
 
 
 class GradientReducer:
-    """Averages gradients over batches, and sums those of common parameters over stages.
+    """Averages gradients over replicas, and sums those of shared parameters over stages.
 
     Args:
-        groups: the parameters of this rank that other ranks hold, too, by those ranks.
+        groups: the parameters of this rank that other ranks have, too, with these ranks.
         divisor: number by which the sums over ranks are divided: the data-parallel size.
-        part: what this rank keeps of each reduced gradient; None for all.
+        part: selects this rank's part of each reduced gradient; None for all of it.
     """
 
     def __init__(
@@ -195,9 +197,9 @@ class GradientReducer:
         self.reduced_bytes = 0
         """Bytes of gradients that were all-reduced in the last step."""
         self.parameters = {parameter for group in groups for parameter in group.parameters}
-        """The parameters of this rank that other ranks hold, too."""
+        """The parameters of this rank that other ranks have, too."""
         self._groups = groups
-        self._terms = _Terms(divisor)
+        self._accumulation = _Accumulation(divisor)
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -211,25 +213,27 @@ class GradientReducer:
         for hook in self._hooks.values():
             hook.remove()
 
-    def arm(
+    def prepare(
         self,
         factor: float = 1.0,
         earlier: MutableMapping[nn.Parameter, Tensor | None] | None = None,
         deferred: Collection[nn.Parameter] = (),
-        hooked: Collection[nn.Parameter] = (),
+        multiplied: Collection[nn.Parameter] = (),
     ) -> None:
-        """Prepare for the last backward pass of a step: what it accumulates is final.
+        """Prepare for the last backward pass of a step, whose gradients are final.
 
         Args:
             factor: number by which this batch's gradients are multiplied.
             earlier: gradients of earlier batches to add to them; each is replaced by None when it
                 has been added.
-            deferred: parameters whose gradients are final only when :meth:`mark_final` says so.
-            hooked: such parameters whose gradients are multiplied by ``factor`` then.
+            deferred: parameters whose gradients are final only after :meth:`mark_final`.
+            multiplied: further deferred parameters, whose gradients are then already multiplied by
+                ``factor``.
         """
-        self.reduced_bytes, self._deferred = 0, {*deferred, *hooked}
+        self.reduced_bytes, self._deferred = 0, {*deferred, *multiplied}
         earlier = {} if earlier is None else earlier
-        self._terms = _Terms(self._terms.divisor, factor, earlier, hooked)
+        divisor = self._accumulation.divisor
+        self._accumulation = _Accumulation(divisor, factor, earlier, multiplied)
         self._buckets = [bucket for group in self._groups for bucket in _buckets(group)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         sizes = [bucket.sizes for bucket in self._buckets]
@@ -253,7 +257,7 @@ class GradientReducer:
             self.wait_for(list(self._bucket_of))
 
     def wait_for(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Wait until the all-reduces of these parameters, which have started, are done."""
+        """Wait for the all-reduces of these parameters, which must have started."""
         with clock.span("all-reduce"):
             for parameter in parameters:
                 bucket = self._bucket_of.get(parameter)
@@ -267,7 +271,7 @@ class GradientReducer:
             self.mark_final(parameter)
 
     def mark_final(self, parameter: nn.Parameter) -> None:
-        """Start what all-reduces can start, now that the gradient of a parameter is final."""
+        """Mark a parameter's gradient as final, and start the all-reduces that can start."""
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             return
@@ -282,22 +286,25 @@ class GradientReducer:
         self._start(ready)
 
     def _start(self, buckets: Sequence[_Bucket]) -> None:
-        room = 0 if self.part is None else self._longest
+        # Equally large blocks, so that the next bucket can use the block of any that is done.
+        min_size = 0 if self.part is None else self._longest
         self._buckets = [bucket for bucket in self._buckets if bucket not in buckets]
         for bucket in buckets:
-            self.reduced_bytes += bucket.pack_and_start(self._terms, self._pool, self.part, room)
+            self.reduced_bytes += bucket.pack_and_start(
+                self._accumulation, self._pool, self.part, min_size
+            )
             if self.part is not None:
                 self._free_reduced()
 
     def _free_reduced(self) -> None:
-        """Let the next buckets have the memory of those whose all-reduce is done."""
+        """Free the memory of buckets whose all-reduce is done."""
         for bucket in dict.fromkeys(self._bucket_of.values()):
             if bucket.work is not None and bucket.work.is_completed():
                 self.wait_for(bucket.parameters)
 
 
 def _buckets(group: ReductionGroup) -> list[_Bucket]:
-    """Fill buckets from the last parameter to the first, about the order of the backward pass."""
+    """Fill buckets from the last parameter to the first, as the backward pass roughly does."""
     open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
     buckets = []
     for parameter in reversed(group.parameters):

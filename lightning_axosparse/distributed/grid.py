@@ -1,4 +1,4 @@
-"""Says which rank is which stage of which replica, and which batches it receives."""
+"""The grid of ranks: the stage and the replica of each rank, and the batches that it receives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_axosparse.support.troubleshooting import see
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a number, in ascending order."""
+    """Return the divisors of a number, in ascending order."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
@@ -21,19 +21,22 @@ def divisors(number: int) -> list[int]:
 class Grid:
     """The ranks of a job as ``g_data`` replicas of ``g_tensor`` pipelines of ``g_inter`` ranks.
 
-    The layout is AxoNN's (Singh & Bhatele, IPDPS 2022): a pipeline is a run of consecutive ranks,
+    The layout is AxoNN's (Singh & Bhatele, IPDPS 2022): a pipeline consists of consecutive ranks,
     so that the most frequent messages stay inside a node. Its first rank runs the last stage, so
-    that losses, outputs, metrics and loggers are on rank 0. The pipelines of a replica have each a
-    part of every tensor-parallel weight: the ranks of one stage in them are a tensor group.
+    that losses, outputs, metrics and loggers are on rank 0. Each pipeline of a replica has a part
+    of every tensor-parallel weight; the ranks of a replica with the same stage are a tensor group.
+
+    With 8 ranks, ``g_inter=2`` and ``g_tensor=2``, ranks 0 to 3 are replica 0: ranks 1 and 3 have
+    stage 0, ranks 0 and 2 have stage 1, and these two pairs are tensor groups.
 
     Args:
         world_size: number of ranks in the job.
         g_inter: stages per replica; ``g_inter * g_tensor`` must divide ``world_size``.
         rank: this process's rank.
-        replicas_per_batch: number of consecutive replicas that load the same batches, of which each
-            trains on a part. It is above 1 where pipelines were replaced by shorter ones.
-        g_tensor: ranks of a stage that share its layers.
-        g_expert: consecutive replicas over which the experts of a stage are spread.
+        replicas_per_batch: number of consecutive replicas that load the same batches, and train on
+            a part of each. It is above 1 after a regrid to shorter pipelines.
+        g_tensor: number of ranks that share the layers of a stage.
+        g_expert: number of consecutive replicas over which the experts of a stage are spread.
 
     Raises:
         MisconfigurationException: if ``g_inter * g_tensor * g_expert`` is no positive divisor of
@@ -75,27 +78,27 @@ class Grid:
 
     @property
     def stage(self) -> int:
-        """This rank's place in its pipeline, counted from the input."""
+        """The index of this rank's stage, counted from the input."""
         return self.g_inter - 1 - self.rank % self.g_inter
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to."""
+        """The index of this rank's replica."""
         return self.rank // self._ranks_per_replica
 
     @property
     def pipeline_index(self) -> int:
-        """Which pipeline of the job this rank belongs to; the first one writes checkpoints."""
+        """The index of this rank's pipeline in the job; the first pipeline writes checkpoints."""
         return self.rank // self.g_inter
 
     @property
     def tensor_rank(self) -> int:
-        """Which part of tensor-parallel weights this rank has."""
+        """The index of this rank's part of tensor-parallel weights."""
         return self.pipeline_index % self.g_tensor
 
     @property
     def expert_rank(self) -> int:
-        """Which experts of its stage this rank has."""
+        """The index of this rank's part of the experts of its stage."""
         return self.replica % self.g_expert
 
     @property
@@ -105,25 +108,25 @@ class Grid:
 
     @property
     def data_size(self) -> int:
-        """Number of different batches that the job's loaders return at a time."""
+        """Number of different batches in a step."""
         return self.g_data // self.replicas_per_batch
 
     @property
     def data_rank(self) -> int:
-        """Which of these batches this rank's loader returns."""
+        """The index of this rank's batch among these."""
         return self.replica // self.replicas_per_batch
 
     @property
     def evaluation_group(self) -> int:
-        """Ranks with the same number evaluate equally many batches.
+        """A number that ranks share if they must evaluate equally many batches.
 
-        They are given the same ones, or compute one another's tokens.
+        These have the same batches, or compute tokens for each other.
         """
         return self.data_rank // self.g_expert
 
     @property
     def part_of_batch(self) -> int:
-        """Which part of its loader's batches this rank's replica trains on."""
+        """The index of the part of a batch on which this rank's replica trains."""
         return self.replica % self.replicas_per_batch
 
     @property
@@ -133,7 +136,7 @@ class Grid:
         return list(reversed(range(last_stage, last_stage + self.g_inter)))
 
     def first_rank(self, stage: int) -> int:
-        """The first of the ranks of this replica that compute a stage."""
+        """Return the first rank of this replica with a stage."""
         return self.replica * self._ranks_per_replica + self.g_inter - 1 - stage
 
     @property
@@ -143,19 +146,19 @@ class Grid:
         return list(range(self.data_rank * number, (self.data_rank + 1) * number))
 
     def ranks_by(
-        self, place: Callable[[Grid], Hashable], stages: Collection[int] | None = None
+        self, key: Callable[[Grid], Hashable], stages: Collection[int] | None = None
     ) -> list[list[int]]:
-        """The ranks of the job, in groups of those that have the same place.
+        """Return the ranks of the job in groups with the same key.
 
         Args:
-            place: returns the place of a rank, such as its pipeline's index, by its grid.
-            stages: those whose ranks are in the groups; None for all.
+            key: returns the key of a rank, such as the index of its pipeline, from its grid.
+            stages: the stages whose ranks are in the groups; None for all.
         """
         groups: dict[Hashable, list[int]] = {}
         for rank in range(self.world_size):
             grid = replace(self, rank=rank)
             if stages is None or grid.stage in stages:
-                groups.setdefault(place(grid), []).append(rank)
+                groups.setdefault(key(grid), []).append(rank)
         return list(groups.values())
 
     @property
@@ -163,6 +166,10 @@ class Grid:
         return self.g_inter * self.g_tensor
 
     def shortened(self, g_inter: int) -> Grid:
-        """The grid with pipelines of ``g_inter`` stages, in which every rank keeps its loader."""
+        """Return a grid with pipelines of ``g_inter`` stages, in which every rank keeps its loader.
+
+        A pipeline of 4 stages becomes two replicas of 2 stages, each of which trains on half of
+        every batch.
+        """
         replicas_per_batch = self.replicas_per_batch * self.g_inter // g_inter
         return Grid(self.world_size, g_inter, self.rank, replicas_per_batch)

@@ -18,8 +18,8 @@ T = TypeVar("T")
 class ProcessGroups:
     """The process groups of this rank; a group of one rank is None.
 
-    Creating it is collective over the job. ``torch.distributed`` has to be initialized where the
-    grid has more than one rank.
+    Creating it is collective over the job. ``torch.distributed`` must be initialized if the grid
+    has more than one rank.
 
     Args:
         grid: the grid of ranks, with this rank.
@@ -28,21 +28,20 @@ class ProcessGroups:
         world: all ranks.
         inter: the stages of this pipeline.
         tensor: the ranks that share this stage's layers.
-        replica: all ranks of this replica; ``inter`` where ranks do not share layers.
+        replica: all ranks of this replica; ``inter`` if ranks do not share layers.
         data: this stage in all replicas, with the same part of tensor-parallel weights.
         experts: the ranks over which this stage's experts are spread.
-        same_experts: the ranks with the same experts; of this rank alone where no other has them,
-            None where experts are not spread.
-        whole: the ranks that have the whole model together; ``replica`` where experts are not
-            spread.
+        same_experts: the ranks with the same experts, which may be this rank alone; None if experts
+            are not spread.
+        whole: the ranks that have the full model together; ``replica`` if experts are not spread.
         ordered: the ranks of this stage whose layers exchange values, so that they run the same
-            passes in the same order; ``tensor`` where experts are not spread.
-        same_loader: the ranks whose loaders return the same batches; ``replica`` unless pipelines
-            were replaced by shorter ones.
-        logged: the ranks of ``data`` in a group of its own, for values that the user may log on
-            some ranks only: they are not mistaken for another collective.
-        loop_ends: all ranks in a group of its own, for the comparison at both ends of a loop, which
-            a rank in the wrong place must not mistake for another collective.
+            passes in the same order; ``tensor`` if experts are not spread.
+        same_loader: the ranks whose loaders return the same batches; ``replica`` except after a
+            regrid.
+        logged: the ranks of ``data``, in a separate group for logged values: if only some ranks log
+            a value, it is not taken for another collective.
+        loop_ends: all ranks, in a separate group for the comparison at both ends of a loop, which a
+            rank at another point of the loop must not take for another collective.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -76,9 +75,9 @@ class ProcessGroups:
         self.loop_ends = self._group("the ends of loops", lambda rank: 0)
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """Lightning's mesh of the ranks of this stage: ``data_parallel`` x ``tensor_parallel``.
+        """Create Lightning's mesh of this stage's ranks: ``data_parallel`` x ``tensor_parallel``.
 
-        Collective over the job, with a tensor group.
+        There must be a tensor group. Collective over the job.
         """
         grid, data = self.grid, self.data
         if data is None:
@@ -94,18 +93,18 @@ class ProcessGroups:
         )
 
     def create_shared(self, sets: Iterable[frozenset[int]]) -> None:
-        """Create the groups for sets of stages that hold the same parameters; collective."""
+        """Create the groups for sets of stages that share parameters; collective."""
         for stages in sorted(set(sets), key=sorted):
             if len(stages) > 1:
                 self._of_stages(stages)
-                self.holding_batch(stages)
+                self.shared_in_pipeline(stages)
 
-    def holding(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
-        """The ranks of these stages in all replicas; this rank's stage is one of them."""
+    def shared_by_stages(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
+        """Return the group of these stages in all replicas; this rank's stage is one of them."""
         return self.data if len(stages) == 1 else self._of_stages(stages)
 
-    def holding_batch(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
-        """The ranks of these stages in this pipeline; its stage is one of them."""
+    def shared_in_pipeline(self, stages: frozenset[int]) -> dist.ProcessGroup | None:
+        """Return the group of these stages in this pipeline; this rank's stage is one of them."""
         if len(stages) == 1:
             return None
         if len(stages) == self.grid.g_inter:
@@ -118,59 +117,59 @@ class ProcessGroups:
     def _group(
         self,
         description: str,
-        place: Callable[[Grid], Hashable],
+        key: Callable[[Grid], Hashable],
         stages: Collection[int] | None = None,
         smallest: int = 2,
     ) -> dist.ProcessGroup | None:
-        """Create a group for each place that ranks have, and return the one with this rank."""
-        mine = None
-        for ranks in self.grid.ranks_by(place, stages):
+        """Create a group of ranks for each value of ``key``, and return the one with this rank."""
+        own = None
+        for ranks in self.grid.ranks_by(key, stages):
             if len(ranks) >= smallest:
                 created = _created.setdefault(dist.group.WORLD, {})
-                key = description, tuple(ranks)
-                if key not in created:
-                    created[key] = dist.new_group(ranks, group_desc=description)
-                mine = created[key] if self.grid.rank in ranks else mine
-        return mine
+                name = description, tuple(ranks)
+                if name not in created:
+                    created[name] = dist.new_group(ranks, group_desc=description)
+                own = created[name] if self.grid.rank in ranks else own
+        return own
 
-    # With the loopback transport this rank runs stages that the grid does not have. Its groups are
-    # None then, and its value is that of every stage.
+    # With the loopback transport one rank runs all stages. Its groups are None then, and every
+    # stage has the rank's value.
 
     def broadcast_along_pipeline(self, value: T, stage: int) -> T:
-        """The ``value`` of ``stage`` on every stage of this pipeline."""
+        """Return the ``value`` of ``stage`` on every stage of this pipeline."""
         if self.inter is None:
             return value
         return broadcast(value, self.grid.pipeline[stage], self.inter)
 
     def broadcast_in_replica(self, value: T, stage: int) -> T:
-        """The ``value`` of ``stage`` on all ranks of this replica."""
+        """Return the ``value`` of ``stage`` on all ranks of this replica."""
         if self.replica is None:
             return value
         return broadcast(value, self.grid.first_rank(stage), self.replica)
 
 
 _created: WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]] = WeakKeyDictionary()
-"""By the world group of a job, the groups that were created in it, until it is destroyed.
+"""World group of a job -> the groups that were created in it.
 
-The next run of the same grid in this process uses them again: torch.distributed frees no group
-before its world, each has a communicator of its own, and an MPI has only so many of these.
+The next run with the same grid in this process uses them again: torch.distributed frees no group
+before the world group, each group has its own communicator, and MPI has a limited number of these.
 """
 
 
 def _shard(rank: Grid) -> tuple[int, int]:
-    """Which part of a replica a rank has."""
+    """Return a key for the part of a replica that a rank has."""
     return rank.tensor_rank, rank.stage
 
 
 def all_sum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sum a CPU tensor over the ranks of ``group``, in place; None is a group of this rank."""
+    """Sum a CPU tensor over the ranks of ``group``, in place; None is this rank alone."""
     if group is not None:
         dist.all_reduce(tensor, group=group)
     return tensor
 
 
 def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """The picklable ``value`` of every rank of ``group``, in rank order, on every rank."""
+    """Return the picklable ``value`` of every rank of ``group``, in rank order, on every rank."""
     if group is None:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
@@ -179,7 +178,7 @@ def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """As :func:`all_gather`, on the first rank of ``group``; an empty list on the others."""
+    """Do the same as :func:`all_gather` on the first rank; return an empty list on the others."""
     if group is None:
         return [value]
     first = dist.get_rank(group) == 0
@@ -189,12 +188,12 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
-    """The picklable ``value`` of rank ``source`` of the job, on every rank of ``group``."""
+    """Return the picklable ``value`` of rank ``source`` of the job on every rank of ``group``."""
     values = [value]
     dist.broadcast_object_list(values, src=source, group=group)
     return values[0]
 
 
 def broadcast_from_first(value: T, group: dist.ProcessGroup | None) -> T:
-    """The picklable ``value`` of the first rank of ``group``, on all its ranks."""
+    """Return the picklable ``value`` of the first rank of ``group`` on all its ranks."""
     return value if group is None else broadcast(value, dist.get_global_rank(group, 0), group)

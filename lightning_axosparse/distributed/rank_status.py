@@ -1,4 +1,4 @@
-"""Says where each rank is and what it waits for, in memory that others on its node can read."""
+"""The status of each rank, with its position and its wait, in memory that its node can read."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ class RanksStuckError(RuntimeError):
 
 
 class RankStatus(ctypes.Structure):
-    """What one rank does and waits for; updates are plain stores, so they cost next to nothing.
+    """The status of one rank. Updates are plain stores, so they take hardly any time.
 
     Attributes:
         pid: the process ID.
-        proxy: that of the proxy of MPICH's mpiexec that has started it; 0 for none.
-        token: a random number, by which readers recognize this memory.
+        proxy: the process ID of the proxy of MPICH's mpiexec that has started it; 0 for none.
+        token: a random number by which readers recognize this memory.
         loop: "training", "validation", "sanity check", "test" or "predict"; empty before the first.
         epoch: index of the epoch.
         batch: index of the batch of the last step.
         where: loop, batch and pass, in words.
         waits: whether the rank waits.
-        bulk: whether it waits for so much data that their transfer may take long.
-        awaited: what it waits for, in words.
-        progress: changes whenever a wait begins, ends, or sees something happen.
-        waited: for how many seconds the watchdog has seen this wait.
-        beat: when the watchdog last ran, by the clock of the node.
-        signal: the number of the last signal that all ranks have to act on together; 0 for none.
-        running: whether a call of the Trainer runs, so that it must not end yet.
-        leaves: whether all ranks have agreed to end it, and callbacks may save before.
-        alarm: whether this rank has stopped waiting and asks all others for their status.
-        reported: whether this rank has reported its status since.
+        bulk: whether it waits for so much data that the transfer may take long.
+        awaited: the event that it waits for, in words.
+        progress: a counter that changes when a wait begins or ends, or an awaited part arrives.
+        waited: seconds for which the watchdog has seen this wait.
+        beat: the time at which the watchdog last ran, by the clock of the node.
+        signal: the number of the last signal on which all ranks act together; 0 for none.
+        running: whether a call of the Trainer runs, so that the process must not end yet.
+        leaves: whether all ranks have agreed to end the call, after callbacks have saved.
+        alarm: whether this rank ends the job, and asks all others for their status.
+        reported: whether this rank has reported its status after an alarm.
         finished: whether this rank has returned, or has reported the exception that ended it.
     """
 
@@ -100,11 +100,14 @@ class RankStatus(ctypes.Structure):
         return int(self.batch) + 1
 
     def between_loops(self, stops: bool) -> None:
-        """Record that this rank waits for all others to end the loop; whether the Trainer stops."""
+        """Record that this rank waits for all others to end the loop.
+
+        ``stops`` says whether ``trainer.should_stop`` is set.
+        """
         if self.loop:
-            why = b", with trainer.should_stop set" if stops else b""
-            over = self.loop, self.epoch, self.batch + 1, why
-            self.where = b"%b of epoch %d over after %d batches%b" % over
+            reason = b", with trainer.should_stop set" if stops else b""
+            values = self.loop, self.epoch, self.batch + 1, reason
+            self.where = b"%b of epoch %d over after %d batches%b" % values
 
     def begin_wait(self, awaited: str, bulk: bool = False) -> None:
         """Record that this rank waits for something, until :meth:`end_wait`."""
@@ -118,40 +121,40 @@ class RankStatus(ctypes.Structure):
         self.waits = False
         self.progress += 1
 
-    def place_in(self, grid: Grid) -> None:
-        """Record the place of this rank in the grid."""
+    def set_grid(self, grid: Grid) -> None:
+        """Record the position of this rank in the grid."""
         self.rank, self.stage, self.replica = grid.rank, grid.stage, grid.replica
 
     @property
     def name(self) -> str:
-        """Which rank it is, in words: ``"rank 3 (stage 1 of replica 1)"``."""
+        """The rank in words, such as ``"rank 3 (stage 1 of replica 1)"``."""
         stage = f" (stage {self.stage} of replica {self.replica})" if self.stage >= 0 else ""
         return f"rank {self.rank}{stage}"
 
     @property
     def who(self) -> str:
-        """Which rank it is, and on which host, in words."""
+        """The rank and its host, in words."""
         return f"{self.name} on host {self.host.decode()}"
 
     @property
-    def doing(self) -> str:
-        """What it does and what it waits for, in words."""
+    def activity(self) -> str:
+        """The position in the run, and the wait, if there is one, in words."""
         where = self.where.decode()
         if not self.waits:
             return where
         return f"{where}; waits for {self.awaited.decode(errors='replace')}"
 
     def __str__(self) -> str:
-        return f"{self.who}: {self.doing}"
+        return f"{self.who}: {self.activity}"
 
 
-# One for the process, which is one rank; others read it in its memory, by its path.
+# A process is one rank, and has one status. Other processes read it in memory, by its path.
 _status = RankStatus(rank=-1, stage=-1, where=b"before its first batch")
 _path = ""
 
 
 def this_rank() -> RankStatus:
-    """The status of this process."""
+    """Return the status of this process."""
     return _status
 
 
@@ -159,13 +162,14 @@ def publish(rank: int, path: Path | None = None, parent: int = 0) -> str:
     """Let other processes read the status of this process, which is ``rank`` of its job.
 
     Args:
-        rank: of this process in the job.
-        path: a file to create for it; None for anonymous memory, which no crash leaves behind.
+        rank: the rank of this process in the job.
+        path: a file to create for the status; None for anonymous memory, which disappears with the
+            process.
         parent: the process that has started this rank; 0 for the parent of this process.
 
     Returns:
-        The path for :func:`read_status` in other processes of this user and node; empty where the
-        system has no anonymous files. Only the first call of a process creates one.
+        The path for :func:`read_status` in other processes of this user and node; empty if the
+        system has no anonymous files. Later calls in this process return the same path.
     """
     global _status, _path
     if _path or (path is None and sys.platform != "linux"):
@@ -183,7 +187,7 @@ def publish(rank: int, path: Path | None = None, parent: int = 0) -> str:
 
 
 def _proxy(parent: int) -> int:
-    """The process ID of a rank's parent, if that is a proxy of MPICH's mpiexec; else 0."""
+    """Return ``parent`` if it is a proxy of MPICH's mpiexec, else 0."""
     try:
         name = Path(f"/proc/{parent}/comm").read_text()
     except OSError:
@@ -193,8 +197,8 @@ def _proxy(parent: int) -> int:
 
 @contextmanager
 def blocked(awaited: str) -> Iterator[None]:
-    """Record that calls of MPI inside the context return only when other ranks take part."""
-    this_rank().begin_wait(awaited, bulk=True)  # It may take long on many ranks.
+    """Record a wait for other ranks during collective calls of MPI inside the context."""
+    this_rank().begin_wait(awaited, bulk=True)  # On many ranks such calls may take long.
     try:
         yield
     finally:
@@ -202,12 +206,12 @@ def blocked(awaited: str) -> Iterator[None]:
 
 
 def mark_finished() -> None:
-    """Record that this process ends as it should, or has reported the exception that ends it."""
+    """Record that this process ends normally, or has reported the exception that ends it."""
     _status.finished = True
 
 
 def read_status(path: str) -> RankStatus:
-    """The status of another process of this node; its attributes are always the current ones."""
+    """Return the status of another process of this node, whose attributes stay up to date."""
     file = os.open(path, os.O_RDWR)
     try:
         return RankStatus.from_buffer(mmap.mmap(file, 0))
@@ -218,15 +222,15 @@ def read_status(path: str) -> RankStatus:
 class BackOff:
     """Polls 20 times without a pause, then sleeps between polls for 5 % of the time waited so far.
 
-    A sleep takes at least 20 us and at most a millisecond, so it prolongs a wait only a little.
-    MPI's own blocking waits spin, and shorter sleeps take a tenth of a core; both slow down the
-    other ranks where there are more ranks than cores.
+    A sleep takes at least 20 us and at most a millisecond, so it prolongs a wait only a little:
+    after a wait of 10 ms, it takes 0.5 ms. MPI's own blocking waits spin, and shorter sleeps take a
+    tenth of a core; both slow down the other ranks if there are more ranks than cores.
 
     It is the context manager of a wait. The first sleep records the wait in the rank's status.
 
     Args:
-        awaited: returns a description of what this rank waits for, and from which rank.
-        bulk: whether that is so much data that their transfer may take long.
+        awaited: returns a description of the awaited event, with the rank from which it comes.
+        bulk: whether so much data is awaited that the transfer may take long.
     """
 
     def __init__(self, awaited: Callable[[], str], bulk: bool = False) -> None:
@@ -253,7 +257,7 @@ class BackOff:
             time.sleep(min(_MAX_SLEEP, max(_MIN_SLEEP, _SLEEP_FRACTION * waited)))
 
     def reset(self) -> None:
-        """Start from the first poll again, after a poll that found something."""
+        """Start from the first poll again, after a poll with a result."""
         self._polls = 0
         self._since = time.monotonic()
         if self._recorded:
@@ -261,9 +265,9 @@ class BackOff:
 
 
 def exit_code(pid: int) -> int | None:
-    """The exit code of an ended process, or the negative number of the signal that killed it.
+    """Return the exit code of an ended process, or the negative number of the signal that ended it.
 
-    None if its parent has already read the code.
+    It is None if the parent has already read the code.
     """
     try:
         state, *_, status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -273,7 +277,7 @@ def exit_code(pid: int) -> int | None:
 
 
 def describe_end(code: int | None) -> str:
-    """Describe how a rank has ended, by its :func:`exit_code`, after the rank in a sentence."""
+    """Return the rest of a sentence about the end of a rank, from its :func:`exit_code`."""
     if code is None:
         return "ended without a report: killed, or by `os._exit`."
     if code >= 0:

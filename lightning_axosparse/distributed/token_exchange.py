@@ -1,14 +1,15 @@
 """Sends tokens to the ranks that have their experts, and back.
 
-Every rank of a group has as many experts of a layer, in the order of the ranks. A token is sent
-once for each of its experts, so none is dropped. What ranks exchange is told first, in a row of
-counts, so that they may have any number of tokens, also none.
+Every rank of a group has the same number of experts of a layer, in the order of the ranks: with 8
+experts on 4 ranks, rank 1 has experts 2 and 3. A token is sent once for each of its experts, so
+none is dropped. Ranks exchange the counts of tokens first, so they may have any number of tokens,
+also none.
 
-Where ranks of a tensor group have the same tokens, each sends a share of them, and all get all
-results (duplicate token dropping of TED, Singh et al., ICS 2023): no expert gets a token twice.
+If ranks of a tensor group have the same tokens, each sends a share of them, and all get all results
+(duplicate token dropping of TED, Singh et al., ICS 2023), so no expert gets a token twice.
 
-Forward and backward passes exchange in the same order on all ranks, whatever experts their tokens
-have. So both directions are in every rank's graph, also where no expert computes anything.
+Forward and backward passes exchange in the same order on all ranks, whichever experts their tokens
+have. So both directions are in the graph of every rank, also if no expert computes anything.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from torch.autograd.graph import GradientEdge
 from lightning_axosparse.support.torch_internals import graph_nodes
 
 Compute = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-"""Computes tokens by this rank's experts: rows, the numbers of their experts among those of this
-rank, their weights, and whether any rank has tokens; it returns a row for each, times its weight.
+"""Computes tokens by this rank's experts. Arguments: rows, the index of each row's expert among
+those of this rank, the weight of each row, and whether any rank has tokens. It returns a row for
+each, multiplied by its weight.
 """
 
 Exchange = Callable[[Tensor], Tensor]
 
 
 class TokenExchange:
-    """Lets tokens of all ranks of a group be computed by the ranks that have their experts.
+    """Computes tokens of all ranks of a group on the ranks that have their experts.
 
     Args:
         group: the ranks over which the experts are spread.
         experts: the number of experts on all ranks, which the number of ranks divides.
-        same_tokens: ranks that have the same tokens, and the same experts; None for this one alone.
+        same_tokens: ranks that have the same tokens and experts; None if only this rank has them.
 
     Attributes:
         own: the numbers of the experts of this rank.
@@ -59,8 +61,8 @@ class TokenExchange:
 
         Args:
             tokens: rows of this rank, of shape (tokens, width).
-            chosen: the numbers of each token's experts, of shape (tokens, experts a token).
-            weights: by which what they return is multiplied, of the same shape.
+            chosen: the indices of each token's experts, of shape (tokens, experts per token).
+            weights: factors of these experts' results, of the same shape.
             compute: computes rows that have one expert each.
 
         Returns:
@@ -78,11 +80,11 @@ class TokenExchange:
         self, tokens: Tensor, chosen: Tensor, weights: Tensor, compute: Compute
     ) -> Tensor:
         ranks = self._group.size()
-        numbers, order = chosen.reshape(-1).sort(stable=True)
+        experts, order = chosen.reshape(-1).sort(stable=True)
         sources = order.div(chosen.shape[1], rounding_mode="floor")
-        counts = torch.bincount(numbers, minlength=self._experts).view(ranks, len(self.own))
+        counts = torch.bincount(experts, minlength=self._experts).view(ranks, len(self.own))
         # Each rank learns how many tokens there are, besides those for its own experts.
-        counts = torch.nn.functional.pad(counts, (0, 1), value=len(numbers))
+        counts = torch.nn.functional.pad(counts, (0, 1), value=len(experts))
         told = torch.empty_like(counts)
         dist.all_to_all_single(told, counts, group=self._group)
         own = told[:, :-1]
@@ -98,7 +100,7 @@ class TokenExchange:
         result = compute(rows, each.repeat_interleave(own.reshape(-1)), row_weights, True)
         # Where no row is computed its dtype is that of the tokens: so is that of the others.
         result = result.to(rows.dtype)
-        # The rows are its anchor: it depends on them, whether or not an expert has computed them.
+        # With the rows as anchor, the graph leads to them also if no expert has computed them.
         (returned,) = _exchanged(back, there, rows, result, by=_FromExperts)
         return returned.new_zeros(tokens.shape).index_add_(0, sources, returned)
 
@@ -110,9 +112,9 @@ class TokenExchange:
 
 
 class _Exchanged(torch.autograd.Function):
-    """Exchanges tensors in a forward pass, and their gradients the other way in the backward pass.
+    """Exchanges tensors in the forward pass, and gradients in the other direction in the backward.
 
-    It is in the graph also where these tensors have no gradient, if the anchor has one.
+    It is in the graph if the anchor requires a gradient, also if the tensors do not.
     """
 
     @staticmethod
@@ -130,7 +132,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _FromExperts(_Exchanged):
-    """Returns what experts have computed; :func:`exchange_nothing` finds it in graphs."""
+    """The exchange that returns results of experts; :func:`exchange_nothing` looks for it."""
 
 
 def _exchanged(
@@ -147,7 +149,7 @@ def _exchanged(
 
 
 class _Shares:
-    """The shares of rows that ranks with the same rows have, in the order of the ranks."""
+    """Divides rows among ranks that have the same rows, in the order of the ranks."""
 
     def __init__(self, group: dist.ProcessGroup, rows: int) -> None:
         self._group, ranks = group, group.size()
@@ -164,11 +166,11 @@ class _Shares:
 
 
 def exchange_nothing(outputs: Iterable[Tensor | None]) -> None:
-    """Run the exchanges of a backward pass with gradients of zero, as no output has one.
+    """Run the exchanges of a backward pass with gradients of zero.
 
-    Other ranks of the group may have gradients.
+    It is called on a rank without gradients, as other ranks of the group may have some.
     """
-    found = graph_nodes(outputs, _FromExperts)
-    if found:
-        zeros = [torch.zeros(node.shape, dtype=node.kind[0], device=node.kind[1]) for node in found]
-        torch.autograd.backward([GradientEdge(node, 0) for node in found], zeros)
+    nodes = graph_nodes(outputs, _FromExperts)
+    if nodes:
+        zeros = [torch.zeros(node.shape, dtype=node.kind[0], device=node.kind[1]) for node in nodes]
+        torch.autograd.backward([GradientEdge(node, 0) for node in nodes], zeros)

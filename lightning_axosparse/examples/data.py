@@ -1,4 +1,4 @@
-"""Loads text as bytes, and small images with their classes, in three parts each."""
+"""Data modules: text as bytes, and small images with their classes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from lightning_axosparse.support.arguments import (
     PATH,
     SEED,
     checked,
+    integer,
     number,
-    whole,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -32,31 +32,33 @@ VOCABULARY = 256
 
 HELD_OUT = number("a number between 0 and 0.5", lambda part: 0 < part < 0.5)
 
-# Folders of Python's library that are not its sources: installed packages, tests, tables.
+# Folders of Python's library with other files than its sources.
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"}
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Non-overlapping windows of a text, in order, each with the next byte of each of its bytes.
 
+    For the text "abcdefg" and a context of 3, the windows are ("abc", "bcd") and ("def", "efg").
+
     Args:
         text: the bytes, uint8, shape (n,).
         context: bytes per window.
-        at_most: largest number of windows, evenly spread over the text; None: all.
+        max_windows: largest number of windows, evenly spread over the text; None: all.
     """
 
-    def __init__(self, text: Tensor, context: int, at_most: int | None = None) -> None:
+    def __init__(self, text: Tensor, context: int, max_windows: int | None = None) -> None:
         self.text = text
         self.context = context
-        self.fitting = (len(text) - 1) // context
-        self.size = self.fitting if at_most is None else min(at_most, self.fitting)
+        self.available = (len(text) - 1) // context
+        self.size = self.available if max_windows is None else min(max_windows, self.available)
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the window's bytes and their next bytes: two int64 tensors of shape (context,)."""
-        start = index * self.fitting // self.size * self.context
+        start = index * self.available // self.size * self.context
         window = self.text[start : start + self.context + 1].long()
         return window[:-1], window[1:]
 
@@ -64,8 +66,8 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 class EpochShuffle(Sampler[int]):
     """Shuffles in an order that depends only on the seed and the epoch.
 
-    So every rank and every resumed run has the same order, whatever other random numbers were
-    drawn. Lightning calls :meth:`set_epoch`.
+    So every rank and every resumed run has the same order, independently of other random numbers.
+    Lightning calls :meth:`set_epoch`.
     """
 
     def __init__(self, size: int, seed: int) -> None:
@@ -86,7 +88,7 @@ class EpochShuffle(Sampler[int]):
 
 
 class SplitDataModule(L.LightningDataModule):
-    """Data that are split into training, validation and test; subclasses set these in ``setup``.
+    """Data for training, validation and test, which subclasses set in ``setup``.
 
     Args:
         batch_size: samples per batch.
@@ -138,8 +140,8 @@ class TextDataModule(SplitDataModule):
             standard library, which every machine has.
         context: bytes per window.
         batch_size: windows per batch.
-        held_out: fraction of the text for validation, and the same again for test.
-        max_held_out: largest number of windows for validation and for test, evenly spread.
+        held_out: fraction of the text for validation, and the same fraction for test.
+        max_held_out: largest number of windows for validation, and for test, evenly spread.
         max_bytes: largest number of bytes to read.
         seed: seed of the order of the training windows.
         num_workers: number of processes that load batches.
@@ -156,7 +158,7 @@ class TextDataModule(SplitDataModule):
         batch_size=COUNT,
         held_out=HELD_OUT,
         max_held_out=COUNT | NONE,
-        max_bytes=whole(1, 2**63 - 1) | NONE,
+        max_bytes=integer(1, 2**63 - 1) | NONE,
         seed=SEED,
         num_workers=INDEX,
     )
@@ -187,7 +189,7 @@ class TextDataModule(SplitDataModule):
         self.test = Windows(test, self.context, self.max_held_out)
 
     def _held_out_bytes(self, size: int) -> int:
-        """Return the bytes for validation, and again for test, of a text of ``size`` bytes."""
+        """Return the number of bytes for validation, and for test, of a text of ``size`` bytes."""
         held_out, needed = int(size * self.held_out), self.context + 1
         if held_out < needed:
             raise MisconfigurationException(
@@ -250,14 +252,14 @@ def read_text(files: list[Path], max_bytes: int | None = None) -> Tensor:
 
 
 class ImageDataModule(SplitDataModule):
-    """The 1797 digits of scikit-learn, split into training, validation and test, always alike.
+    """The 1797 digits of scikit-learn, split into the same training, validation and test each time.
 
     A batch is ``(images, classes)``: float32 (batch_size, 1, 8, 8) in [-1, 1], and int64
     (batch_size,).
 
     Args:
         batch_size: images per batch.
-        held_out: fraction of the images for test, and again of the others for validation.
+        held_out: fraction of the images for test, and the same fraction of the rest for validation.
         seed: seed of the order of the training images.
         num_workers: number of processes that load batches.
 
@@ -289,7 +291,7 @@ class ImageDataModule(SplitDataModule):
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return the digits of scikit-learn, in an order without meaning, and their classes.
+    """Return the digits of scikit-learn, shuffled, and their classes.
 
     These are float32 (images, 1, 8, 8) in [-1, 1] and int64 (images,).
     """
@@ -299,7 +301,7 @@ def digits() -> tuple[Tensor, Tensor]:
         raise MisconfigurationException(
             "The digits come with scikit-learn: pip install scikit-learn." + see("examples")
         ) from error
-    found = load_digits()
-    order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
-    images = torch.from_numpy(found.images).float().unsqueeze(1) / 8 - 1
-    return images[order], torch.from_numpy(found.target).long()[order]
+    loaded = load_digits()
+    order = torch.randperm(len(loaded.target), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(loaded.images).float().unsqueeze(1) / 8 - 1
+    return images[order], torch.from_numpy(loaded.target).long()[order]

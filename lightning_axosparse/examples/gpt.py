@@ -29,8 +29,8 @@ from lightning_axosparse.support.troubleshooting import see
 class KeyValueCache:
     """The keys and values that one attention layer has computed for a batch of sequences.
 
-    Its memory is taken once, at the first tokens, in their dtype and on their device; it has room
-    for ``capacity`` tokens a sequence, and holds ``length``.
+    Its memory, for ``capacity`` tokens per sequence, is allocated with the first tokens, in their
+    dtype and on their device. ``length`` is the number of tokens per sequence so far.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -44,10 +44,10 @@ class KeyValueCache:
         return self.length == self.capacity
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of the next tokens, and return those of all tokens.
+        """Append the keys and values of the next tokens, and return views of those of all tokens.
 
-        Both have the shape (batch, heads, time, size), with a ``time`` of 1 unless the cache is
-        empty: each of several tokens may see another part of it. Returned are views of the cache.
+        Both have the shape (batch, heads, time, size). ``time`` must be 1 unless the cache is
+        empty, as the attention has no causal mask for several tokens that follow others.
         """
         start, end = self.length, self.length + keys.shape[2]
         if end > self.capacity or (start and end > start + 1):
@@ -103,41 +103,41 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.dropout = dropout
-        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.qkv = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """Attend from every position to itself and to earlier positions, those of ``cache`` too."""
-        split = self.queries_keys_values(x).unflatten(-1, (3, self.heads, -1))
+        split = self.qkv(x).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         if cache is not None:
             keys, values = cache.extend(keys, values)
         dropout = self.dropout if self.training else 0.0
-        first = queries.shape[2] == keys.shape[2]  # otherwise one token follows, and sees all
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, dropout_p=dropout, is_causal=first
+        is_first = queries.shape[2] == keys.shape[2]  # Else one token follows, and sees all.
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=dropout, is_causal=is_first
         )
-        attended: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
-        return attended
+        output: Tensor = self.output(attended.transpose(1, 2).flatten(2))
+        return output
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: attention, then a two-layer perceptron, both residual."""
+    """A pre-norm transformer block: attention, then a two-layer MLP, both residual."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads, dropout)
-        self.perceptron_norm = nn.LayerNorm(width)
-        self.perceptron = nn.Sequential(
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """Add the attention's output, then the perceptron's."""
+        """Add the attention's output, then the MLP's."""
         x = x + self.dropout(self.attention(self.attention_norm(x), cache))
-        output: Tensor = x + self.dropout(self.perceptron(self.perceptron_norm(x)))
+        output: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return output
 
 
@@ -209,14 +209,14 @@ class GPT(L.LightningModule):
             nn.Sequential(nn.LayerNorm(width), head),
         )
         self.example_input_array = torch.zeros(4, context, dtype=torch.int64)
-        self._initialise(depth)
+        self._initialize(depth)
 
-    def _initialise(self, depth: int) -> None:
-        """Initialise as GPT-2: normal with 0.02, and smaller before residual additions."""
+    def _initialize(self, depth: int) -> None:
+        """Initialize as GPT-2: normal with 0.02, and smaller before residual additions."""
         for name, parameter in self.model.named_parameters():
             if parameter.dim() < 2:
                 continue
-            adds_to_residual = name.endswith(("attention.output.weight", "perceptron.2.weight"))
+            adds_to_residual = name.endswith(("attention.output.weight", "mlp.2.weight"))
             nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * depth) if adds_to_residual else 1))
         for module in self.modules():
             if isinstance(module, nn.Linear) and module.bias is not None:
@@ -281,19 +281,20 @@ class GPT(L.LightningModule):
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, caches: Sequence[KeyValueCache]) -> Tensor:
-        """Compute the logits of the token that follows ``tokens``, and remember these.
+        """Compute the logits of the token that follows ``tokens``, and add these to the caches.
 
         Args:
-            tokens: int64 (batch, time), the tokens that come after those in ``caches``; one a
+            tokens: int64 (batch, time), the tokens that follow those in ``caches``; one per
                 sequence, unless the caches are empty.
             caches: one for each block; the keys and values of ``tokens`` are added to them.
 
         Returns:
-            A tensor (batch, vocabulary), equal to the last logits of all tokens so far.
+            A tensor (batch, vocabulary), equal to the last logits that ``forward`` computes for all
+            tokens so far.
 
         Raises:
-            ValueError: if several tokens a sequence follow earlier ones at once.
-            IndexError: if all tokens so far are more than the context.
+            ValueError: if several tokens per sequence follow earlier ones at once.
+            IndexError: if there are more tokens than the context.
         """
         embedding, *blocks, head = self.model
         x = embedding(tokens, caches[0].length)
@@ -306,11 +307,11 @@ class GPT(L.LightningModule):
     def generate_tokens(
         self, tokens: Tensor, n: int, temperature: float = 0.8, seed: int | None = None
     ) -> Tensor:
-        """Continue sequences, int64 (batch, time), by ``n`` tokens each; as for :meth:`generate`.
+        """Continue sequences, int64 (batch, time), by ``n`` tokens each; see :meth:`generate`.
 
-        Keys and values of earlier tokens are kept, so each token is computed once, as long as all
+        Keys and values of earlier tokens are cached, so each token is computed once, as long as all
         fit into the context. Beyond it the context slides: every token gets another position at
-        every step, and nothing that was computed before holds.
+        every step, so all are computed again.
         """
         generator = torch.Generator()
         if seed is None:

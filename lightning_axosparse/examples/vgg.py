@@ -1,4 +1,4 @@
-"""Defines a VGG with BatchNorm for small images as an ordinary LightningModule."""
+"""A VGG with BatchNorm for small images, as an ordinary LightningModule."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VGG16 = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512)
 def convolution(inputs: int, outputs: int) -> nn.Sequential:
     """Return a 3 x 3 convolution, its BatchNorm with scales of 0.5, and a ReLU."""
     norm = nn.BatchNorm2d(outputs)
-    nn.init.constant_(norm.weight, 0.5)  # As network slimming does.
+    nn.init.constant_(norm.weight, 0.5)  # As in network slimming.
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), norm, nn.ReLU())
 
 
@@ -42,10 +42,10 @@ class VGG(L.LightningModule):
             max-pooling that halves height and width.
         image_channels: channels of the images.
         classes: number of classes.
-        learning_rate: of SGD with Nesterov momentum; a tenth of it after half of the steps, and a
-            hundredth after three quarters.
-        momentum: of SGD.
-        weight_decay: of all parameters.
+        learning_rate: learning rate of SGD with Nesterov momentum; it falls to a tenth after half
+            of the steps, and to a hundredth after three quarters.
+        momentum: momentum of SGD.
+        weight_decay: weight decay of all parameters.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -109,12 +109,12 @@ class VGG(L.LightningModule):
     def _log_quality(self, batch: ImageBatch, data: str) -> None:
         images, classes = batch
         logits = self(images)
-        right = (logits.argmax(-1) == classes).float().mean()
+        accuracy = (logits.argmax(-1) == classes).float().mean()
         self.log(f"{data}_loss", F.cross_entropy(logits, classes), prog_bar=True, sync_dist=True)
-        self.log(f"{data}_accuracy", right, prog_bar=True, sync_dist=True)
+        self.log(f"{data}_accuracy", accuracy, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        """Configure SGD whose rate falls at half and at three quarters of the training."""
+        """Configure SGD whose rate falls after half and three quarters of the training."""
         optimizer = torch.optim.SGD(
             self.parameters(),
             self.learning_rate,
@@ -123,8 +123,8 @@ class VGG(L.LightningModule):
             nesterov=self.momentum > 0,
         )
         steps = int(self.trainer.estimated_stepping_batches)
-        falls = [steps // 2, 3 * steps // 4]
-        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, falls)
+        milestones = [steps // 2, 3 * steps // 4]
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},

@@ -25,7 +25,7 @@ from lightning_axosparse.support.torch_internals import (
     tensors_in,
     tree_leaves,
     tree_map_only,
-    writes_beside,
+    writes_unreturned,
 )
 
 
@@ -253,7 +253,7 @@ class SampledNumbers(PausableOperatorMode):
     ) -> Any:
         """Replace the numbers by the micro-batch's rows of those of the batch."""
         tensor = _numbers(func, args, output)
-        mixes = "randperm" in str(func) or writes_beside(func)
+        mixes = "randperm" in str(func) or writes_unreturned(func)
         mixes |= len(outputs) != 1 and func is not torch.ops.aten.native_dropout.default
         if self._used == len(self._whole):
             drawn = tensor.detach().clone()

@@ -116,7 +116,7 @@ class Transformer:
         sequence: tokens per sample.
         vocabulary: size of the vocabulary.
         itemsize: bytes of one activation value.
-        experts: multi-layer perceptrons of a block.
+        experts: MLPs of a block.
         top_k: the number of experts per token.
     """
 
@@ -136,7 +136,7 @@ class Transformer:
 
     @property
     def expert_weights(self) -> int:
-        """Weights of a block's multi-layer perceptrons."""
+        """Weights of a block's MLPs."""
         return 8 * self.width**2 * self.experts
 
     @property
@@ -170,7 +170,7 @@ class Transformer:
         """Bytes of activations that a block saves per sample for its backward pass.
 
         Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022:
-        sbh (34 + 5as/h) bytes with 16-bit values, of which the perceptron saves 19.
+        sbh (34 + 5as/h) bytes with 16-bit values, of which the MLP saves 19.
         """
         shared = (7 + 3 * self.top_k) * self.width * self.sequence * self.itemsize / 2
         return shared + self.split_activation_bytes
@@ -198,7 +198,7 @@ class Transformer:
             output_bytes=per_block(self.message_bytes),
             expert_weights=per_block(self.expert_weights if self.experts > 1 else 0),
             token_bytes=per_block(self.top_k * self.message_bytes if self.experts > 1 else 0),
-            # After attention, and after the perceptron; results of experts are gathered.
+            # After attention, and after the MLP; results of experts are gathered.
             shared_bytes=per_block((1.5 if self.experts > 1 else 2) * self.message_bytes),
             split_activation_bytes=per_block(self.split_activation_bytes),
             outside_weights=self.embedding_weights,

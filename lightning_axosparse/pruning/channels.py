@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support.torch_internals import tree_leaves
-from lightning_axosparse.support.troubleshooting import few, see
+from lightning_axosparse.support.troubleshooting import first_few, see
 
 
 class _Places(NamedTuple):
@@ -126,7 +126,9 @@ class Channels:
         for layer, reason in self.whole.items():
             by_reason.setdefault(reason, []).append(layer)
         lines = [f"{sum(self.scales.values())} channels of {len(self.scales)} layers can go."]
-        lines += [f"Whole: {few(layers)}, because {why}." for why, layers in by_reason.items()]
+        lines += [
+            f"Whole: {first_few(layers)}, because {why}." for why, layers in by_reason.items()
+        ]
         return "\n".join(lines)
 
     def fit(self, sizes: Mapping[str, int]) -> bool:

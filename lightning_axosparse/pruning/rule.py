@@ -18,7 +18,7 @@ from lightning_axosparse.pruning.selection import minimum_counts, top_k_masks, u
 from lightning_axosparse.sparse.module.optimizer_state import expand_state, trial_state
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, Owner, owned_parameters
 from lightning_axosparse.sparse.store.layout import Layout
-from lightning_axosparse.support.troubleshooting import few, see, without_link
+from lightning_axosparse.support.troubleshooting import first_few, see, without_link
 
 ParameterKind = Literal["weight", "embedding", "head", "norm", "bias", "other"]
 """The role of a parameter in its layer."""
@@ -112,7 +112,7 @@ def _validate(table: Mapping[str, bool], names: list[str]) -> None:
         if key not in PRUNED_BY_DEFAULT and not any(fnmatchcase(name, key) for name in names):
             raise ValueError(
                 f"which={{'{key}': ...}}: '{key}' matches no parameter and is none of the kinds "
-                f"{', '.join(PRUNED_BY_DEFAULT)}. There are: {few(names)}." + see("pruning")
+                f"{', '.join(PRUNED_BY_DEFAULT)}. There are: {first_few(names)}." + see("pruning")
             )
 
 
@@ -302,7 +302,8 @@ class MaskRule:
             )
         if frozen:
             raise ValueError(
-                f"score='saliency' needs gradients, but these weights are frozen: {few(frozen)}. "
+                "score='saliency' needs gradients, but these weights are frozen: "
+                f"{first_few(frozen)}. "
                 "Leave them dense with which={'PATTERN': False}, or set score='magnitude'."
                 + see("pruning")
             )

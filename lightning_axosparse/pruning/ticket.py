@@ -32,7 +32,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
 )
 from lightning_axosparse.support.files import CorruptFileError, reading, restoring
-from lightning_axosparse.support.troubleshooting import few, see
+from lightning_axosparse.support.troubleshooting import first_few, see
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,7 +153,7 @@ class TicketFile:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
-        archive.check(path)
+        archive.verify(path)
         with reading(path):
             content = torch.load(path, map_location="cpu", weights_only=True)
             if cls.is_state(content):
@@ -288,7 +288,7 @@ class Ticket(TicketFile):
         if unknown:
             raise ValueError(
                 "The ticket prunes parameters that the model does not have: "
-                f"{few(unknown)}. The model has: {few(list(names))}." + see("tickets")
+                f"{first_few(unknown)}. The model has: {first_few(list(names))}." + see("tickets")
             )
         self.validate_shapes(owned)
 

@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, get_args
 from lightning_axosparse.support.dense_products import cpu_info
 
 Compute = Literal["auto", "dense", "sparse", "samo"]
-"""How products run: as is faster, with a dense weight made at every use, with the kept values, or
-with a dense copy that stays in memory."""
+"""How products run: the fastest way, with a dense weight made at every use, with the unpruned
+values, or with a dense copy that stays in memory."""
 
 COMPUTES: tuple[str, ...] = get_args(Compute)
 

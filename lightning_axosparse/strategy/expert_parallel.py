@@ -28,7 +28,7 @@ from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_p
 from lightning_axosparse.strategy.parallelism import Experts
 from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans, matches
 from lightning_axosparse.support.patched import Forward, patched, replaced_forward
-from lightning_axosparse.support.torch_internals import hooked
+from lightning_axosparse.support.torch_internals import with_gradient_hooks
 from lightning_axosparse.support.troubleshooting import see
 
 _ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
@@ -282,7 +282,7 @@ def _validate(entry: OwnedParameter) -> None:
         reason = f"it is tied to {entry.names[1]!r}"
     elif not entry.shape:
         reason = "it is a scalar"
-    elif hooked([entry.parameter]):
+    elif with_gradient_hooks([entry.parameter]):
         reason = "it has a gradient hook, which would not see the gradient of all experts"
     if reason is not None:
         raise MisconfigurationException(

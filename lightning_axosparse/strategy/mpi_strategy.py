@@ -26,7 +26,7 @@ from lightning_axosparse.strategy.compat.lockstep import cause_of
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
-from lightning_axosparse.support.files import keep_sockets_in
+from lightning_axosparse.support.files import put_sockets_in
 from lightning_axosparse.support.memory import map_larger_blocks
 from lightning_axosparse.support.patched import patched
 
@@ -181,7 +181,7 @@ class MPIStrategy(ParallelStrategy):
             from lightning_axosparse.distributed.mpi.watchdog import watchdog
 
             map_larger_blocks()
-            keep_sockets_in()
+            put_sockets_in()
             self._undo.enter_context(environment.limited_threads())
             watchdog().timeout = self.config.timeout_seconds
             with blocked("all ranks to connect"):

@@ -15,7 +15,7 @@ from lightning_axosparse.support.arguments import (
     check_fields,
     instance_of,
     one_of,
-    shown,
+    short_repr,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -87,7 +87,7 @@ def _validate_styles(plan: Mapping[str, Any]) -> None:
     for name, style in plan.items():
         if not isinstance(style, ParallelStyle):
             raise MisconfigurationException(
-                f"The plan gives {name!r} the style {shown(style)}, which is none of "
+                f"The plan gives {name!r} the style {short_repr(style)}, which is none of "
                 "torch.distributed.tensor.parallel, such as ColwiseParallel() and "
                 "RowwiseParallel()." + see("tensor-parallel")
             )

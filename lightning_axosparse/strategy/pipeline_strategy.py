@@ -136,8 +136,8 @@ class PipelineStrategy(MPIStrategy):
             with DeferredInit() as deferred:
                 yield
             # Each weight is sparsified before the next one is written.
-            layers.sparsify_adopted(deferred.make)
-            deferred.make_except(layers.split()[1].values())
+            layers.sparsify_adopted(deferred.initialize)
+            deferred.initialize_except(layers.split()[1].values())
         else:
             yield
 
@@ -274,7 +274,7 @@ class PipelineStrategy(MPIStrategy):
         regridded = run.regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
         if regridded is not None:
             self.regridded, self._groups = regridded, run.stage_module.groups
-            this_rank().place_in(self.grid)
+            this_rank().set_grid(self.grid)
 
     def on_validation_start(self) -> None:
         """Evaluate with the first replica's buffers, which a checkpoint would have.

@@ -32,7 +32,7 @@ from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
 from lightning_axosparse.strategy.parallelism import TensorPlan
 from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans, matches
-from lightning_axosparse.support.torch_internals import forget_parallelized, hooked
+from lightning_axosparse.support.torch_internals import forget_parallelized, with_gradient_hooks
 from lightning_axosparse.support.troubleshooting import see
 
 _WHOLE_OUTPUT = partial(ColwiseParallel, output_layouts=Replicate())
@@ -348,7 +348,7 @@ def _tied(module: nn.Module) -> list[list[str]]:
 
 def _hooked(module: nn.Module) -> set[str]:
     """Return the names of parameters that have gradient hooks."""
-    with_hooks = set(hooked(module.parameters()))
+    with_hooks = set(with_gradient_hooks(module.parameters()))
     return {name for name, parameter in module.named_parameters() if parameter in with_hooks}
 
 

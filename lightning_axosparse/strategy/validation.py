@@ -31,7 +31,7 @@ from lightning_axosparse.strategy.compat.internals import callbacks_of, override
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import expert_layers
 from lightning_axosparse.support.remote_files import local_path
-from lightning_axosparse.support.troubleshooting import few, see, without_link
+from lightning_axosparse.support.troubleshooting import first_few, see, without_link
 
 _log = logging.getLogger(__name__)
 
@@ -129,9 +129,9 @@ def advise_on_dropout(module: nn.Module) -> None:
     ]
     if dropouts:
         rank_zero_info(
-            f"The ranks that share layers draw the same random numbers: dropout ({few(dropouts)}) "
-            "between a column-wise and a row-wise layer drops the same entries of each rank's "
-            "part. Elsewhere its masks are like those of one process."
+            "The ranks that share layers draw the same random numbers: dropout "
+            f"({first_few(dropouts)}) between a column-wise and a row-wise layer drops the same "
+            "entries of each rank's part. Elsewhere its masks are like those of one process."
         )
 
 

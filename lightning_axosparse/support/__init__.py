@@ -1,4 +1,4 @@
-"""What all other subpackages use: atomic files, checksums, argument validation, free memory, trace.
+"""Functions for all other subpackages: atomic files, argument validation, free memory, trace.
 
 It imports from no other subpackage.
 """

@@ -1,7 +1,7 @@
 """Writes files of ``torch.save`` atomically, verifies them, and maps them into memory.
 
-They are zip archives, of which each record has a checksum; ``torch.load`` itself checks none. A
-deferred tensor is made only when it is written.
+They are zip archives, in which each record has a checksum; ``torch.load`` itself checks none. The
+values of a deferred tensor are computed when it is written.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from lightning_axosparse.support.torch_internals import (
 
 _BLOCK = 1 << 20
 _LARGE = ("state_dict", "optimizer_states")
-"""The entries of a checkpoint that have the tensors of the whole model."""
+"""The entries of a checkpoint with the tensors of the full model."""
 
 
 class DeferredTensor(Tensor):
-    """Stands for a tensor by its shape and dtype, on the meta device.
+    """A tensor whose values are computed when it is written; until then, it is on the meta device.
 
-    ``torch.save`` and :func:`lightning_axosparse.support.archive.save` write it as the tensor that
-    it stands for.
+    ``torch.save`` and :func:`lightning_axosparse.support.archive.save` write it as an ordinary CPU
+    tensor.
 
     Args:
-        key: of the tensor, unique in its checkpoint.
-        shape: of the tensor.
-        dtype: of the tensor.
-        make: returns the tensor, which is not kept; called when it is written.
+        key: name of the tensor, unique in its checkpoint.
+        shape: its shape.
+        dtype: its dtype.
+        compute: returns the tensor with its values; called each time that these are written.
     """
 
     key: str
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
 
     __torch_function__ = no_torch_function
 
@@ -52,45 +52,45 @@ class DeferredTensor(Tensor):
         key: str,
         shape: Sequence[int],
         dtype: torch.dtype,
-        make: Callable[[], Tensor],
+        compute: Callable[[], Tensor],
     ) -> DeferredTensor:
-        """Make the tensor without its values."""
+        """Create the tensor without values."""
         tensor = torch.empty(shape, dtype=dtype, device="meta").as_subclass(cls)
-        tensor.key, tensor.make = key, make
+        tensor.key, tensor.compute = key, compute
         return tensor
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return reduced_for_save(self.shape, self.dtype, self.made)
+        return reduced_for_save(self.shape, self.dtype, self.computed)
 
-    def made(self) -> Tensor:
-        """The tensor that it stands for, on CPU."""
-        return self.make().cpu()
-
-
-def all_made(tree: Any) -> Any:
-    """The tree with every deferred tensor made; one that is there twice is made once."""
-    return tree_map_only(DeferredTensor, each_once(DeferredTensor.made), tree)
+    def computed(self) -> Tensor:
+        """Return the tensor with its values, on CPU."""
+        return self.compute().cpu()
 
 
-def each_once(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Cache ``function`` by the identity of its argument, which must stay alive: tied stay one."""
+def all_computed(tree: Any) -> Any:
+    """Return a pytree with the values of its deferred tensors; the same tensor twice stays one."""
+    return tree_map_only(DeferredTensor, cached_by_identity(DeferredTensor.computed), tree)
+
+
+def cached_by_identity(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that calls ``function`` once for each object; these must stay alive."""
     results: dict[int, Any] = {}
 
-    def once(value: Any) -> Any:
+    def cached(value: Any) -> Any:
         if id(value) not in results:
             results[id(value)] = function(value)
         return results[id(value)]
 
-    return once
+    return cached
 
 
 def save(content: Any, path: str | os.PathLike[str]) -> None:
-    """Write ``content`` as ``torch.save`` does, tensor by tensor; replace an older file at the end.
+    """Write ``content`` as ``torch.save`` does, and replace an older file at the end.
 
-    Deferred tensors are made one after the other. Where that fails, an older file is unchanged.
+    Deferred tensors are computed one after the other. If that fails, an older file is unchanged.
     """
     with replacing(path) as file:
         try:
@@ -102,11 +102,11 @@ def save(content: Any, path: str | os.PathLike[str]) -> None:
             raise
 
 
-def check(path: str | os.PathLike[str]) -> None:
+def verify(path: str | os.PathLike[str]) -> None:
     """Read a file of ``torch.save`` once, a block at a time, and verify its records' checksums.
 
     Raises:
-        CorruptFileError: if its content is not what was written, or takes more memory than it.
+        CorruptFileError: if a checksum differs, or the content is larger than the file.
     """
     with open(path, "rb") as file, reading(path):
         if file.read(4) != b"PK\x03\x04":
@@ -132,10 +132,10 @@ def check(path: str | os.PathLike[str]) -> None:
 
 
 def load_mapped(path: Path, weights_only: bool | None) -> Any:
-    """Read what ``torch.load`` returns, with weights and optimizer state mapped copy-on-write.
+    """Load a file as ``torch.load`` does, with weights and optimizer state mapped copy-on-write.
 
     Pages of the file are read when they are used, and may be changed in memory. Other tensors are
-    read at once, as what keeps one of them would keep the mapping.
+    read at once, as the mapping exists as long as any of its tensors.
 
     Raises:
         CorruptFileError: if a tensor is larger than the file, whatever shape it declares.
@@ -147,7 +147,7 @@ def load_mapped(path: Path, weights_only: bool | None) -> Any:
             raise CorruptFileError(f"no tensor of the shape {tuple(tensor.shape)} is in it")
     if not isinstance(contents, dict):
         return contents
-    read = each_once(lambda each: each.clone() if type(each) is Tensor else each)
+    read = cached_by_identity(lambda each: each.clone() if type(each) is Tensor else each)
     return {
         key: value if key in _LARGE else tree_map_only(Tensor, read, value)
         for key, value in contents.items()

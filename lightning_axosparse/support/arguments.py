@@ -1,4 +1,4 @@
-"""Validates arguments of public functions by rules that stand beside their signatures."""
+"""Validates arguments of public functions by rules in a decorator of the function."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_axosparse.support.troubleshooting import see
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_SHOWN = 80
-"""Number of characters of a value that a message shows."""
+_MAX_LENGTH = 80
+"""Characters of a value in a message."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Kind:
 _LARGEST = 2**31 - 1
 
 
-def whole(low: int, high: int = _LARGEST) -> Kind:
-    """Whole numbers from ``low`` to ``high``; a bool is not a number."""
+def integer(low: int, high: int = _LARGEST) -> Kind:
+    """Integers from ``low`` to ``high``; a bool is no integer here."""
     wanted = f"{low} or more" if high >= _LARGEST else f"from {low} to {high}"
     return Kind(
         f"a whole number, {wanted}",
@@ -55,7 +55,7 @@ def whole(low: int, high: int = _LARGEST) -> Kind:
 
 
 def number(wanted: str, fits: Callable[[float], bool]) -> Kind:
-    """Whole numbers and floats for which ``fits`` is true; it should be false for NaN."""
+    """Integers and floats for which ``fits`` is true; it should be false for NaN."""
     return Kind(wanted, lambda value: type(value) in (int, float) and fits(value))
 
 
@@ -83,9 +83,9 @@ def list_of(wanted: str, kind: Kind) -> Kind:
     )
 
 
-COUNT = whole(1)
-INDEX = whole(0)
-SEED = whole(0, 2**32 - 1)
+COUNT = integer(1)
+INDEX = integer(0)
+SEED = integer(0, 2**32 - 1)
 NOT_NEGATIVE = number("a finite number, at least 0", lambda value: 0 <= value < float("inf"))
 FRACTION = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
 NONE = Kind("None", lambda value: value is None)
@@ -115,10 +115,11 @@ MASKS = instance_of("a mapping of parameter names to bool tensors", Mapping)
 
 
 def checked(error: type[Exception], **kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a function that validates the named arguments of each call, but no defaults.
+    """Decorate a function to validate the named arguments of each call; defaults are not checked.
 
-    Numbers and arrays of numpy become Python's numbers and lists. Values of another kind raise
-    ``error``.
+    NumPy's numbers and arrays become Python's numbers and lists. Values of another kind raise
+    ``error``. With ``@checked(ValueError, n=COUNT)``, the call ``f(n=0)`` raises "n=0 must be a
+    whole number, 1 or more."
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -139,18 +140,19 @@ def checked(error: type[Exception], **kinds: Kind) -> Callable[[Callable[P, R]],
 def check(
     error: type[Exception], values: Mapping[str, Any], kinds: Mapping[str, Kind]
 ) -> dict[str, Any]:
-    """Validate values by the kinds of their names, and raise ``error`` for the first wrong one.
+    """Validate named values, and raise ``error`` for the first that is not of its kind.
 
     Returns:
-        name -> value, in which numpy's numbers and arrays are Python's numbers and lists.
+        name -> value, in which NumPy's numbers and arrays are Python's numbers and lists.
     """
-    plain = {name: _plain(value) for name, value in values.items()}
-    for name, value in plain.items():
+    converted = {name: _without_numpy(value) for name, value in values.items()}
+    for name, value in converted.items():
         if not kinds[name].fits(value):
             raise error(
-                f"{name}={shown(values[name])} must be {kinds[name].wanted}." + see("arguments")
+                f"{name}={short_repr(values[name])} must be {kinds[name].wanted}."
+                + see("arguments")
             )
-    return plain
+    return converted
 
 
 def check_fields(error: type[Exception], values: Any, **kinds: Kind) -> None:
@@ -159,35 +161,36 @@ def check_fields(error: type[Exception], values: Any, **kinds: Kind) -> None:
         object.__setattr__(values, name, value)
 
 
-def shown(value: object) -> str:
-    """The value in one line that is short enough for a message."""
+def short_repr(value: object) -> str:
+    """Return a value as one line that is short enough for a message."""
     text = " ".join(repr(value).split())
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
 def validate_mask(name: str, mask: object) -> None:
     """Raise a ValueError unless a mask is a dense bool tensor with values."""
     if not isinstance(mask, Tensor):
-        found = f"{type(mask).__name__}: {shown(mask)}"
+        actual = f"{type(mask).__name__}: {short_repr(mask)}"
     elif mask.dtype != torch.bool:
-        found = f"one of {mask.dtype}"
+        actual = f"one of {mask.dtype}"
     elif mask.layout != torch.strided:
-        found = f"one of {mask.layout}; take mask.to_dense()"
+        actual = f"one of {mask.layout}; take mask.to_dense()"
     elif mask.is_meta:
-        found = "one on the meta device, which has no values"
+        actual = "one on the meta device, which has no values"
     else:
         return
     raise ValueError(
-        f"The mask of {shown(name)} must be a dense bool tensor, not {found}." + see("arguments")
+        f"The mask of {short_repr(name)} must be a dense bool tensor, not {actual}."
+        + see("arguments")
     )
 
 
-def _plain(value: Any) -> Any:
-    """Convert numpy's numbers and arrays, also in lists and tuples; in dicts, its numbers."""
+def _without_numpy(value: Any) -> Any:
+    """Convert NumPy's numbers and arrays, also in lists and tuples, and its numbers in dicts."""
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
+        return [_without_numpy(entry) for entry in value]
     if isinstance(value, dict):
         return {_number(key): _number(entry) for key, entry in value.items()}
     return value

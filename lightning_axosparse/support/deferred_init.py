@@ -1,10 +1,14 @@
-"""Records the initialization of tensors without memory, and repeats it later for chosen ones.
+"""Records the initialization of tensors without memory, and repeats it later for some of them.
 
-Operators that run in the context give tensors on the meta device and are recorded. Those that draw
-random numbers also run once for real, into memory that is freed at once, so that every later draw
-is the one that it would be without the context. To make a tensor, the operators that it depends on
-run again, random ones from the generator's state at that time. Values are the same to the bit,
-whatever code initialises the tensors, and whichever of them are made.
+Operators that run in the context return tensors on the meta device and are recorded. Those that
+draw random numbers also run once for real, into memory that is freed at once, so that later draws
+are the same as without the context. To initialize a tensor, the operators that it depends on run
+again, random ones from the generator's state at that time. So values are the same to the bit,
+whichever of the tensors are initialized::
+
+    with DeferredInit() as deferred:
+        a, b = torch.rand(10**9), torch.rand(3)  # no memory
+    deferred.initialize(b)  # draws three numbers, the same as if `a` had been drawn before
 """
 
 from __future__ import annotations
@@ -22,19 +26,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.support.torch_internals import (
     TorchDispatchMode,
-    hooked,
     is_random,
     makes_tensors,
-    mutated_arguments,
+    mutated_tensors,
     name_of,
+    new_subclasses_observed,
     storage_id,
-    subclasses_noted,
     swap_values,
     takes_device,
     tensors_in,
     tree_leaves,
     tree_map,
     version_of,
+    with_gradient_hooks,
     without_dispatch_modes,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -46,13 +50,13 @@ _FILL = frozenset(
     f"aten::{name}_"
     for name in ("uniform", "normal", "random", "exponential", "log_normal", "cauchy")
 ) | {"aten::geometric_", "aten::bernoulli_"}
-# They change what a tensor refers to and no values, so views of the recorded storages follow them.
-_REFER = "aten::set_"
+# It changes the storage of a tensor, and no values of a storage.
+_SET_STORAGE = "aten::set_"
 _EMPTY = "aten::empty"
 
 
-class _Place(NamedTuple):
-    """Where a deferred tensor lies: in which storage on the meta device, and in which form."""
+class _View(NamedTuple):
+    """A deferred tensor as a view of a storage on the meta device, of which it has the number."""
 
     storage: int
     offset: int | torch.SymInt
@@ -61,22 +65,22 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Place:
+    def of(cls, tensor: Tensor) -> _View:
         storage = storage_id(tensor.untyped_storage())
         return cls(storage, tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
 
     def empty(self, device: torch.device) -> Tensor:
-        """A tensor of this form in memory of its own, uninitialised."""
+        """Return an uninitialized tensor of this form in its own memory."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
-    def view(self, storage: torch.UntypedStorage) -> Tensor:
-        """The tensor at this place in a storage with values."""
+    def in_storage(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return this view of a storage with values."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 class _Constant(NamedTuple):
-    """A tensor with values that a recorded operator read, and its version then."""
+    """An ordinary tensor that a recorded operator read, and its version at that time."""
 
     tensor: Tensor
     version: int
@@ -96,84 +100,84 @@ class _Operation(NamedTuple):
 
     Attributes:
         run: the operator.
-        arguments: its positional and keyword arguments, with a ``_Place`` or a ``_Constant`` for
+        arguments: its positional and keyword arguments, with a ``_View`` or a ``_Constant`` for
             each tensor.
         reads: numbers of the storages that it reads or changes.
-        made: the places of the tensors that it returned; None for any that has no new storage.
-        generator: the random generator that it drew from, and its state before.
+        results: views of the tensors that it returned; None for those without a new storage.
+        generator: the random generator from which it drew, and the generator's state before.
     """
 
     run: Callable[..., Any]
     arguments: tuple[Any, Any]
     reads: frozenset[int]
-    made: list[_Place | None]
+    results: list[_View | None]
     generator: tuple[torch.Generator, Tensor] | None
 
 
 class DeferredInit(TorchDispatchMode):
-    """A context in which tensors are made without memory, until :meth:`make_except` makes some.
+    """A context in which new tensors have no memory, until :meth:`initialize_except` gives some.
 
-    To Python code a deferred tensor says that it is on the device on which it will be. Its values
-    can be read at any time: ``item``, ``tolist`` and ``numpy`` make what they need, and so does an
-    operator whose result has a shape that depends on values, or that writes into a tensor that was
-    made outside. An array of ``numpy`` is read-only. Tensors that code asks for on the meta device
-    stay there. Other threads are not in the context: tensors that they make have values at once.
+    Python code sees a deferred tensor on the device on which it will be. Its values can be read at
+    any time: ``item``, ``tolist`` and ``numpy`` compute them, and so does an operator whose result
+    has a shape that depends on values, or that writes into a tensor from outside the context. An
+    array of ``numpy`` is read-only. Tensors that code creates on the meta device stay there. Other
+    threads are not in the context: their tensors have values at once.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._devices: dict[int, torch.device] = {}
         self._storages: list[torch.UntypedStorage] = []
-        self._log: list[_Operation] = []
+        self._operations: list[_Operation] = []
         self._writers: defaultdict[int, list[int]] = defaultdict(list)
         self._tensors = WeakIdKeyDictionary()
         self._disguise = _Disguise(self)
-        self._disguised = ExitStack()
+        self._contexts = ExitStack()
 
     def __enter__(self) -> DeferredInit:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._disguised.enter_context(self._disguise)
-        self._disguised.enter_context(subclasses_noted(self.keep_track))
+        self._contexts.enter_context(self._disguise)
+        self._contexts.enter_context(new_subclasses_observed(self.track))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._disguised.close()
+        self._contexts.close()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def device_of(self, tensor: Tensor) -> torch.device | None:
-        """The device on which a deferred tensor will be; None for any other tensor."""
+        """Return the device on which a deferred tensor will be; None for any other tensor."""
         if not tensor.is_meta:
             return None
         return self._devices.get(storage_id(tensor.untyped_storage()))
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The values that a deferred tensor has now, in memory of their own."""
-        place = _Place.of(tensor)
-        return place.view(self._replay({place.storage})[place.storage])
+        """Return the present values of a deferred tensor, in their own memory."""
+        view = _View.of(tensor)
+        return view.in_storage(self._replay({view.storage})[view.storage])
 
-    def make(self, tensor: Tensor) -> None:
-        """Give one deferred tensor its values, in memory of its own."""
+    def initialize(self, tensor: Tensor) -> None:
+        """Give one deferred tensor its values, in its own memory."""
         if self.device_of(tensor) is not None:
             _give_values(tensor, self.values(tensor))
 
-    def make_except(self, unwanted: Iterable[Tensor]) -> None:
-        """Give every deferred tensor that still exists its values, but leave out the ``unwanted``.
+    def initialize_except(self, unwanted: Iterable[Tensor]) -> None:
+        """Give all deferred tensors that still exist their values, except the ``unwanted``.
 
-        Tensors stay the same objects, and views of one another. At most one tensor that is not
-        wanted has values at a time, or as many as one operator reads.
+        Tensors stay the same objects, and views of one another. At most one unwanted tensor has
+        values at a time, or as many as one operator reads.
 
         Raises:
             RuntimeError: if a tensor has a gradient hook, which would be lost.
         """
         left_out = {id(tensor) for tensor in unwanted}
-        found = [tensor for tensor in self._tensors if id(tensor) not in left_out]
-        wanted = [tensor for tensor in found if self.device_of(tensor) is not None]
-        places = [_Place.of(tensor) for tensor in wanted]
-        storages = self._replay({place.storage for place in places})
-        for tensor, place in zip(wanted, places, strict=True):
-            _give_values(tensor, place.view(storages[place.storage]))
+        tensors = [tensor for tensor in self._tensors if id(tensor) not in left_out]
+        wanted = [tensor for tensor in tensors if self.device_of(tensor) is not None]
+        views = [_View.of(tensor) for tensor in wanted]
+        storages = self._replay({view.storage for view in views})
+        for tensor, view in zip(wanted, views, strict=True):
+            _give_values(tensor, view.in_storage(storages[view.storage]))
 
-    def keep_track(self, tensor: Any) -> None:
+    def track(self, tensor: Any) -> None:
         """Remember a tensor for as long as it exists."""
         if isinstance(tensor, Tensor):
             self._tensors[tensor] = None
@@ -183,7 +187,7 @@ class DeferredInit(TorchDispatchMode):
     ) -> Any:
         result = self._dispatched(operator, args, kwargs or {})
         for leaf in tree_leaves(result):
-            self.keep_track(leaf)
+            self.track(leaf)
         return result
 
     def _dispatched(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -196,18 +200,18 @@ class DeferredInit(TorchDispatchMode):
         if device == _META and self._disguise.asked_for_meta:
             return operator(*args, **kwargs)
         if name_of(operator) == _EMPTY and 0 in args[0]:
-            # It has no values, and may be set to memory that has, as torch.load does.
+            # It has no values, and may be set to a storage with values, as torch.load does.
             return operator(*args, **kwargs)
-        if device == _META:  # torch took it from a deferred tensor
+        if device == _META:  # torch took the device from a deferred tensor.
             device = devices[0] if devices else torch.device("cpu")
             kwargs = {**kwargs, "device": device}
-        mutated = tensors_in(mutated_arguments(operator, args, kwargs))
+        mutated = mutated_tensors(operator, args, kwargs)
         if not (mutated or makes_tensors(operator)) or not all(map(self.device_of, mutated)):
             return self._run_with_values(operator, args, kwargs)
         try:
             result = self._run_on_meta(operator, args, kwargs)
         except (NotImplementedError, RuntimeError):
-            # The form of the result depends on values, or the operator raises with them, too.
+            # The shape of the result depends on values, or the operator raises with values, too.
             return self._run_with_values(operator, args, kwargs)
         self._record(operator, args, kwargs, mutated, result, device)
         return result
@@ -241,36 +245,36 @@ class DeferredInit(TorchDispatchMode):
         result: Any,
         device: torch.device,
     ) -> None:
-        """Record an operator that has run on the meta device, unless it only made views."""
-        made = [self._new_place(leaf, device) for leaf in tree_leaves(result)]
-        changed = [] if name_of(operator) == _REFER else mutated
+        """Record an operator that has run on the meta device, unless it only returned views."""
+        results = [self._new_view(leaf, device) for leaf in tree_leaves(result)]
+        changed = [] if name_of(operator) == _SET_STORAGE else mutated
         written = {storage_id(tensor.untyped_storage()) for tensor in changed}
-        written |= {place.storage for place in made if place is not None}
+        written |= {view.storage for view in results if view is not None}
         if not written:
             return
-        drawn = None
+        generator_state = None
         if is_random(operator):
             generator = _generator(args, kwargs, device)
-            drawn = generator, generator.get_state()
+            generator_state = generator, generator.get_state()
             self._draw(operator, args, kwargs, mutated, device)
-        arguments = tree_map(self._frozen, (args, kwargs))
+        arguments = tree_map(self._recorded_argument, (args, kwargs))
         tensors = filter(self.device_of, tensors_in((args, kwargs)))
         reads = frozenset(storage_id(tensor.untyped_storage()) for tensor in tensors)
         for storage in written:
-            self._writers[storage].append(len(self._log))
-        self._log.append(_Operation(operator, arguments, reads, made, drawn))
+            self._writers[storage].append(len(self._operations))
+        self._operations.append(_Operation(operator, arguments, reads, results, generator_state))
 
-    def _new_place(self, leaf: Any, device: torch.device) -> _Place | None:
-        """The place of a tensor whose storage is new, which is a deferred one from now on."""
+    def _new_view(self, leaf: Any, device: torch.device) -> _View | None:
+        """Register a tensor with a new storage as deferred, and return its view; else None."""
         if not isinstance(leaf, Tensor):
             return None
-        place = _Place.of(leaf)
-        if place.storage in self._devices:
+        view = _View.of(leaf)
+        if view.storage in self._devices:
             return None
-        self._devices[place.storage] = device
-        # Its number stays its own only while it exists.
+        self._devices[view.storage] = device
+        # Its number could be used again, if the storage were freed.
         self._storages.append(leaf.untyped_storage())
-        return place
+        return view
 
     def _draw(
         self,
@@ -280,16 +284,16 @@ class DeferredInit(TorchDispatchMode):
         mutated: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        """Draw the random numbers that an operator draws, and forget them."""
+        """Draw the random numbers of an operator, and forget them."""
         filled = {id(tensor) for tensor in mutated if name_of(operator) in _FILL}
 
         def argument(leaf: Any) -> Any:
-            return _Place.of(leaf).empty(device) if id(leaf) in filled else self._with_values(leaf)
+            return _View.of(leaf).empty(device) if id(leaf) in filled else self._with_values(leaf)
 
         args, kwargs = tree_map(argument, (args, kwargs))
         operator(*args, **kwargs)
 
-    def _frozen(self, leaf: Any) -> Any:
+    def _recorded_argument(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if self.device_of(leaf) is None and leaf.is_meta:
@@ -300,10 +304,10 @@ class DeferredInit(TorchDispatchMode):
             )
         if self.device_of(leaf) is None:
             return _Constant(leaf, version_of(leaf))
-        return _Place.of(leaf)
+        return _View.of(leaf)
 
     def _replay(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
-        """Run what the wanted storages depend on, and return them with their values."""
+        """Run the operators on which storages depend; return these storages with their values."""
         positions = self._needed(wanted)
         last_use = {
             storage: position for position in positions for storage in self._touched(position)
@@ -311,7 +315,7 @@ class DeferredInit(TorchDispatchMode):
         storages: dict[int, torch.UntypedStorage] = {}
         states: dict[torch.Generator, Tensor] = {}
         for position in positions:
-            operation = self._log[position]
+            operation = self._operations[position]
             if operation.generator is not None:
                 generator, state = operation.generator
                 states.setdefault(generator, generator.get_state())
@@ -325,30 +329,30 @@ class DeferredInit(TorchDispatchMode):
         return storages
 
     def _touched(self, position: int) -> frozenset[int]:
-        operation = self._log[position]
-        return operation.reads | {place.storage for place in operation.made if place is not None}
+        operation = self._operations[position]
+        return operation.reads | {view.storage for view in operation.results if view is not None}
 
     def _needed(self, storages: Iterable[int]) -> list[int]:
-        """The positions of the operators that have an effect on the storages, in order."""
+        """Return the positions of the operators on which storages depend, in order."""
         needed: set[int] = set()
-        pending = [(storage, len(self._log)) for storage in storages]
+        pending = [(storage, len(self._operations)) for storage in storages]
         while pending:
             storage, end = pending.pop()
             for position in self._writers[storage]:
                 if position < end and position not in needed:
                     needed.add(position)
-                    pending += [(read, position) for read in self._log[position].reads]
+                    pending += [(read, position) for read in self._operations[position].reads]
         return sorted(needed)
 
 
 class _Disguise(TorchFunctionMode):
-    """Lets Python code see deferred tensors on the device where they will be, with their values."""
+    """Shows deferred tensors to Python code on the device on which they will be, with values."""
 
     def __init__(self, deferred: DeferredInit) -> None:
         super().__init__()
         self._deferred = deferred
         self.asked_for_meta = False
-        """Whether the code that called the function that now runs named the meta device."""
+        """Whether the arguments of the function that now runs name the meta device."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -361,21 +365,21 @@ class _Disguise(TorchFunctionMode):
         if function in _ASKS_DEVICE:
             return _ASKS_DEVICE[function](device)
         with without_dispatch_modes():
-            found = function(self._deferred.values(args[0]), *args[1:], **(kwargs or {}))
+            values = function(self._deferred.values(args[0]), *args[1:], **(kwargs or {}))
         if function is not Tensor.tolist:
-            found.flags.writeable = False
-        return found
+            values.flags.writeable = False
+        return values
 
     def _call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function in _INDEXES:
-            # torch would make them tensors on the meta device, which forgets them.
+            # torch would convert them to tensors on the meta device, without their values.
             args = (args[0], _as_index(args[1]), *(_as_value(v, args[0]) for v in args[2:]))
         self.asked_for_meta = any(map(_is_meta, (*args, *kwargs.values())))
         try:
             result = function(*args, **kwargs)
         finally:
             self.asked_for_meta = False
-        self._deferred.keep_track(result)  # `tensor.data` calls no operator.
+        self._deferred.track(result)  # `tensor.data` calls no operator.
         return result
 
 
@@ -390,7 +394,7 @@ _READS_VALUES = frozenset([Tensor.numpy, Tensor.tolist, Tensor.__array__])
 
 
 def _as_index(index: Any) -> Any:
-    """An index with tensors for lists and arrays."""
+    """Return an index with tensors for lists and arrays."""
     if isinstance(index, tuple):
         return tuple(map(_as_index, index))
     return torch.as_tensor(index) if isinstance(index, list | np.ndarray) else index
@@ -401,26 +405,26 @@ def _as_value(value: Any, target: Tensor) -> Tensor:
 
 
 def _rerun(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
-    """Run a recorded operator on storages with values, and add those that it makes."""
+    """Run a recorded operator on storages with values, and add the storages of its results."""
 
     def argument(leaf: Any) -> Any:
         if isinstance(leaf, _Constant):
             return leaf.read()
-        return leaf.view(storages[leaf.storage]) if isinstance(leaf, _Place) else leaf
+        return leaf.in_storage(storages[leaf.storage]) if isinstance(leaf, _View) else leaf
 
-    args, kwargs = tree_map(argument, operation.arguments, is_leaf=_is_place)
+    args, kwargs = tree_map(argument, operation.arguments, is_leaf=_is_recorded_tensor)
     with torch.no_grad():
         results = tree_leaves(operation.run(*args, **kwargs))
-        for place, result in zip(operation.made, results, strict=True):
-            if place is None or place.storage in storages:
+        for view, result in zip(operation.results, results, strict=True):
+            if view is None or view.storage in storages:
                 continue
-            if _Place.of(result)[1:] != place[1:]:
-                result = place.empty(result.device).copy_(result)
-            storages[place.storage] = result.untyped_storage()
+            if _View.of(result)[1:] != view[1:]:
+                result = view.empty(result.device).copy_(result)
+            storages[view.storage] = result.untyped_storage()
 
 
 def _give_values(tensor: Tensor, values: Tensor) -> None:
-    if hooked([tensor]):
+    if with_gradient_hooks([tensor]):
         raise RuntimeError(
             f"A parameter of shape {tuple(tensor.shape)} got a gradient hook in `configure_model`, "
             "before it has values. Register the hook in `on_fit_start`." + see("layers-made-later")
@@ -438,8 +442,8 @@ def _generator(args: Any, kwargs: Any, device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
-def _is_place(value: Any) -> bool:
-    return isinstance(value, _Place | _Constant)
+def _is_recorded_tensor(value: Any) -> bool:
+    return isinstance(value, _View | _Constant)
 
 
 def _is_meta(value: Any) -> bool:

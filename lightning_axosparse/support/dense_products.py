@@ -1,11 +1,10 @@
-"""Runs large float32 products of matrices by oneDNN, on the processors on which it is faster.
+"""Runs large float32 matrix products by oneDNN, on the processors on which it is faster.
 
-torch takes MKL for them. On AMD's processors with AVX-512, oneDNN takes down to half of the time of
-MKL, and no setting of torch chooses it; on those without, MKL is faster. Replaced are the CPU
-kernels of ``mm`` and ``addmm``, which compute linear layers, their gradients and the panels of
-sparse weights, whatever calls them. The choice goes by the shapes of a product alone, so it is the
-same in all passes, schedules and runs.
-``benchmarks/overhead/dense_products.py`` compares the two.
+torch uses MKL. On AMD's processors with AVX-512, oneDNN takes as little as half of MKL's time, and
+torch has no setting for it; on AMD's other processors, MKL is faster. The CPU kernels of ``mm`` and
+``addmm`` are replaced, so this applies to linear layers, their gradients and the panels of sparse
+weights. The choice depends only on the shapes of a product, so it is the same in all passes,
+schedules and runs. ``benchmarks/overhead/dense_products.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ MIN_MULTIPLICATIONS = 2**22
 """Smaller products gain nothing, as a call of oneDNN takes longer than one of MKL."""
 
 MIN_ROWS = 8
-"""With fewer rows, most of the time is that of reading the other matrix."""
+"""With fewer rows, reading the other matrix takes most of the time."""
 
 MIN_WEIGHT = 2**14
-"""Smaller weights have few such products, and every product that is not takes 1.5 us longer."""
+"""Smaller weights have few large products, and every other product takes 1.5 us longer."""
 
 
 _Kernel = Callable[..., Tensor]
@@ -39,10 +38,10 @@ _Kernel = Callable[..., Tensor]
 def onednn_is_faster(shapes: Iterable[torch.Size]) -> bool:
     """Return whether a module's large products should run by oneDNN on this processor.
 
-    ``torch.backends.mkldnn.enabled = False`` says no.
+    It returns False if ``torch.backends.mkldnn.enabled`` is False.
 
     Args:
-        shapes: those of the whole module's parameters.
+        shapes: the shapes of the full module's parameters.
     """
     onednn = torch.backends.mkldnn
     if not (onednn.is_available() and onednn.enabled and _amd_with_avx512()):
@@ -62,7 +61,7 @@ def by_onednn() -> Iterator[None]:
     try:
         yield
     finally:
-        del library  # which gives torch its own kernels back
+        del library  # This restores torch's own kernels.
 
 
 def _amd_with_avx512() -> bool:
@@ -71,15 +70,15 @@ def _amd_with_avx512() -> bool:
 
 
 def _product(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor | None:
-    """Multiply by oneDNN; None where torch's kernel is to run, which also raises all errors."""
-    large = (
+    """Multiply by oneDNN; return None if torch's kernel has to run, which also raises errors."""
+    is_large = (
         left.dim() == right.dim() == 2
         and left.numel() * right.shape[1] >= MIN_MULTIPLICATIONS
         and left.shape[0] >= MIN_ROWS
         and left.dtype is right.dtype is torch.float32
         and left.shape[1] == right.shape[0]
     )
-    if not large:
+    if not is_large:
         return None
     if added is None:
         return onednn_product(left, right)
@@ -95,7 +94,7 @@ def _product(left: Tensor, right: Tensor, added: Tensor | None = None) -> Tensor
 def _kernel(
     own: _Kernel, keys: Any, *matrices: Tensor, out: Tensor | None = None, **scales: Any
 ) -> Tensor:
-    """Compute ``mm(left, right)`` or ``addmm(added, left, right)``."""
+    """Compute ``mm(left, right)`` or ``addmm(added, left, right)``; ``own`` is torch's kernel."""
     *added, left, right = matrices
     product = None if scales else _product(left, right, *added)
     if out is None:
@@ -109,7 +108,9 @@ def _addmm_in_place(
     own: _Kernel, keys: Any, added: Tensor, left: Tensor, right: Tensor, **scales: Any
 ) -> Tensor:
     product = None if scales else _product(left, right)
-    return added.add_(product) if _fits(product, added) else own(keys, added, left, right, **scales)
+    if _fits(product, added):
+        return added.add_(product)
+    return own(keys, added, left, right, **scales)
 
 
 def _fits(product: Tensor | None, out: Tensor) -> TypeGuard[Tensor]:
@@ -120,14 +121,14 @@ _KERNELS: Mapping[str, _Kernel] = {
     **dict.fromkeys(("mm", "addmm", "mm.out", "addmm.out"), _kernel),
     "addmm_": _addmm_in_place,
 }
-"""What replaces the kernels of torch: operator -> function of torch's own and its arguments."""
+"""Operator -> the kernel that replaces torch's own, with which it is called."""
 
 
 @cache
 def cpu_info() -> Mapping[str, str]:
     """Return Linux's description of the first core, such as "vendor_id" and "flags".
 
-    What is not described, as anything on another system, is an empty text.
+    An entry that is missing there is an empty text, as all are on other systems.
     """
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]

@@ -1,7 +1,7 @@
-"""Writes files and folders atomically, tells damaged ones, and makes temporary folders.
+"""Writes files and folders atomically, detects damaged ones, and creates temporary folders.
 
-What is written is a partial file or folder, which replaces the older one when it is complete. If
-the disk is full, or the job is killed, the older one is unchanged.
+A partial file or folder is written, and replaces the older one when it is complete. If the disk is
+full, or the job is killed, the older one is unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from uuid import uuid4
 
 import torch
 
-from lightning_axosparse.support.arguments import shown
+from lightning_axosparse.support.arguments import short_repr
 from lightning_axosparse.support.troubleshooting import see, without_link
 
 _DIGITS = 12
@@ -32,78 +32,79 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _PREFIX = "axosparse-"
 LOCK = "lock"
-"""The file in a folder that its process keeps locked."""
-_LONGEST = 107 - len("/listener-12345678")
-"""Characters of a folder in which sockets are made, whose paths may have 107."""
+"""The file in a temporary folder that is locked as long as its process runs."""
+_MAX_SOCKET_FOLDER = 107 - len("/listener-12345678")
+"""Characters of a folder for sockets, whose paths may have 107."""
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a partial file beside ``path``; rename it to ``path`` if the context ends normally.
 
-    Content and name are then on the disk (``fsync``). Partial files that killed writers of the same
-    ``path`` left are removed first.
+    Content and name are then on the disk (``fsync``). Partial files of the same ``path`` whose
+    writers were killed are removed first.
     """
-    goal = Path(path)
-    if goal.is_dir():
+    target = Path(path)
+    if target.is_dir():
         raise IsADirectoryError(
-            f"'{goal}' is a folder, perhaps a sharded checkpoint, so no file of that name can be "
+            f"'{target}' is a folder, perhaps a sharded checkpoint, so no file of that name can be "
             "written. Move it away, or choose another name." + see("files")
         )
-    clear_partials(goal.parent, goal.name)
-    partial = _partial(goal)
+    clear_partials(target.parent, target.name)
+    partial = _partial_path(target)
     try:
         with partial.open("xb") as file:
             _lock(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
-            partial.replace(goal)
+            partial.replace(target)
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        free = shutil.disk_usage(goal.parent).free
+        free = shutil.disk_usage(target.parent).free
         raise OSError(
             error.errno,
-            f"'{goal}' was not written: {error.strerror} ({free / 1e6:.1f} MB are free there). An "
-            "older file of that name is as it was. Make room, or write elsewhere." + see("files"),
+            f"'{target}' was not written: {error.strerror} ({free / 1e6:.1f} MB are free there). "
+            "An older file of that name is as it was. Make room, or write elsewhere."
+            + see("files"),
         ) from error
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(goal.parent)
+    sync_folder(target.parent)
 
 
 def clear_partials(folder: str | Path, name: str | None = None) -> None:
-    """Remove partial files, of ``name`` or any, whose writer has ended, on this or another host."""
-    start = "*" if name is None else escape(_start(name))
-    for partial in Path(folder).glob(f".{start}.{'[0-9a-f]' * _DIGITS}.partial"):
-        if _writer_is_gone(partial):
+    """Remove partial files whose writer has ended, on any host; of ``name``, or of all names."""
+    pattern = "*" if name is None else escape(_shortened(name))
+    for partial in Path(folder).glob(f".{pattern}.{'[0-9a-f]' * _DIGITS}.partial"):
+        if _writer_has_ended(partial):
             _remove(partial)
 
 
-def _partial(goal: Path) -> Path:
-    return goal.with_name(f".{_start(goal.name)}.{uuid4().hex[:_DIGITS]}.partial")
+def _partial_path(target: Path) -> Path:
+    return target.with_name(f".{_shortened(target.name)}.{uuid4().hex[:_DIGITS]}.partial")
 
 
-def _start(name: str) -> str:
-    """The start of a name, so that the name of the partial file is not too long."""
+def _shortened(name: str) -> str:
+    """Return the start of a name, so that the name of the partial file is not too long."""
     return name[:50]
 
 
 def _lock(file: int) -> None:
     """Lock a file or folder until this process ends; other hosts see the lock, too."""
-    with suppress(OSError):  # a file system without locks, on which no partial file is removed
+    with suppress(OSError):  # On a file system without locks, no partial file is removed.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _writer_is_gone(partial: Path) -> bool:
+def _writer_has_ended(partial: Path) -> bool:
     try:
         file = os.open(partial, os.O_RDONLY if partial.is_dir() else os.O_RDWR)
-    except OSError:  # already removed, or not writable
+    except OSError:  # It is already removed, or not writable.
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # locked by its writer
+    except OSError:  # Its writer has locked it.
         return False
     finally:
         os.close(file)
@@ -121,7 +122,7 @@ def sync_folder(folder: Path) -> None:
     """Write the names in ``folder`` to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # not supported by some network file systems
+        with suppress(OSError):  # Some network file systems do not support it.
             os.fsync(handle)
     finally:
         os.close(handle)
@@ -129,10 +130,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Create a folder, with a locked file in it; remove both at the end of the context.
+    """Create a folder with a locked file in it; remove both at the end of the context.
 
-    The operating system unlocks the file when this process ends, however it does. Folders of
-    processes that were killed are removed here.
+    The operating system unlocks the file when this process ends, also if it is killed. Folders of
+    killed processes are removed first.
     """
     remove_orphans(Path(tempfile.gettempdir()))
     prefix = f"{_PREFIX}{os.getpid()}-"
@@ -141,7 +142,7 @@ def temporary_folder() -> Iterator[Path]:
         unlocked = folder / "unlocked"
         with unlocked.open("w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
-            # Any process that finds it unlocked under its last name may remove the folder.
+            # Renamed once it is locked, as other processes remove folders with an unlocked file.
             unlocked.rename(folder / LOCK)
             yield folder
 
@@ -149,12 +150,12 @@ def temporary_folder() -> Iterator[Path]:
 def remove_orphans(folder: Path) -> None:
     """Remove this user's temporary folders in ``folder`` whose process has ended.
 
-    Folders of this process are skipped: to open and close their file would unlock it.
+    Folders of this process are skipped, as opening and closing their file would unlock it.
     """
     for path in folder.glob(f"{_PREFIX}*-*"):
         try:
-            mine = path.name.startswith(f"{_PREFIX}{os.getpid()}-")
-            if mine or path.lstat().st_uid != os.getuid():
+            is_own = path.name.startswith(f"{_PREFIX}{os.getpid()}-")
+            if is_own or path.lstat().st_uid != os.getuid():
                 continue
             with (path / LOCK).open("r+") as lock:
                 fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -164,15 +165,18 @@ def remove_orphans(folder: Path) -> None:
 
 
 _until_exit = ExitStack()
-"""What this process removes at its exit. Here a forked child keeps it, too: from Python 3.14 on, it
-lets go of what is registered with ``atexit``, and would remove the folder."""
+"""Contexts that end when this process exits. A reference here keeps them open in forked children,
+which from Python 3.14 on drop functions registered with ``atexit``: the context of the folder would
+end, and the folder be removed."""
 
 
-def keep_sockets_in(folder: Path | None = None) -> None:
-    """Let processes that this one starts, such as workers of loaders, put their sockets there.
+def put_sockets_in(folder: Path | None = None) -> None:
+    """Let child processes, such as workers of loaders, put their sockets into a folder.
 
-    They would make a folder of their own, ``pymp-...``, which stays behind where they are killed.
-    Without a folder a temporary one is made.
+    Otherwise each creates a folder ``pymp-...``, which is not removed if the process is killed.
+
+    Args:
+        folder: the folder; None: a temporary one.
     """
     settings = process.current_process()._config  # type: ignore[attr-defined]
     if "tempdir" in settings:
@@ -180,22 +184,22 @@ def keep_sockets_in(folder: Path | None = None) -> None:
     if folder is None:
         folder = _until_exit.enter_context(temporary_folder())
         atexit.register(_until_exit.close)
-    if len(str(folder)) <= _LONGEST:
+    if len(str(folder)) <= _MAX_SOCKET_FOLDER:
         settings["tempdir"] = str(folder)
 
 
 _LARGEST = 2**63 - 1
-"""Bytes of a tensor, as torch counts them; the widest entry has 16."""
+"""Bytes of a tensor that torch can count; the largest dtype has 16 bytes per entry."""
 
 
 class CorruptFileError(ValueError):
-    """The content of a file is not what was written to it: it was truncated or changed.
+    """A file was truncated, or changed after it was written.
 
     It is raised before a module or an optimizer has changed.
 
     Args:
-        reason: what was found, as part of a sentence.
-        source: what was read; a file is named by :func:`reading`.
+        reason: the damage, as part of a sentence.
+        source: the file or state that was read; :func:`reading` sets it to the file.
     """
 
     def __init__(self, reason: str, source: str = "The saved state") -> None:
@@ -215,7 +219,7 @@ class CorruptFileError(ValueError):
 def reading(path: str | PathLike[str]) -> Iterator[None]:
     """Raise a :class:`CorruptFileError` that names ``path`` for any exception but MemoryError.
 
-    Which exceptions readers raise depends on the bytes of the file.
+    A damaged file may raise any exception in a function that reads it.
     """
     try:
         yield
@@ -227,26 +231,29 @@ def reading(path: str | PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def restoring(what: str) -> Iterator[None]:
-    """Raise a :class:`CorruptFileError` for a missing entry, or one of another type.
+def restoring(owner: str) -> Iterator[None]:
+    """Raise a :class:`CorruptFileError` for a missing entry of a state, or one of another type.
 
-    Errors of other kinds say themselves what does not fit, such as a shape.
+    Other exceptions are not changed, as their messages say what does not fit, such as a shape.
     """
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CorruptFileError(reason, f"The state of {what} in the checkpoint") from error
+        raise CorruptFileError(reason, f"The state of {owner} in the checkpoint") from error
 
 
-def stored_shape(value: Any, what: str) -> torch.Size:
-    """Return a shape that a file declares; raise a :class:`CorruptFileError` if it is none.
+def stored_shape(value: Any, name: str) -> torch.Size:
+    """Return the shape of a tensor that is stored in a file.
 
-    ``torch.Size`` takes any whole numbers, and its ``numel`` counts past 64 bits from the start.
+    ``torch.Size`` accepts any integers, and its ``numel`` wraps around beyond 64 bits.
+
+    Raises:
+        CorruptFileError: if it is no valid shape.
     """
     sizes = tuple(value) if isinstance(value, list | tuple) else (repr(value),)
     if not all(type(size) is int and size >= 0 for size in sizes):
-        raise CorruptFileError(f"{what} has the shape {shown(sizes)}")
+        raise CorruptFileError(f"{name} has the shape {short_repr(sizes)}")
     if 16 * prod(size for size in sizes if size) > _LARGEST:
-        raise CorruptFileError(f"{what} has the shape {shown(sizes)}, which no memory holds")
+        raise CorruptFileError(f"{name} has the shape {short_repr(sizes)}, which no memory holds")
     return torch.Size(sizes)

@@ -1,8 +1,8 @@
 """Makes both names of Lightning, `lightning.pytorch` and `pytorch_lightning`, one set of modules.
 
-Two packages have the same code under two names. Imported side by side, each has classes of its own,
-and an object of one is no object of the other. Here the name that is imported first has the
-modules, and the other name finds them.
+Two packages have the same code under two names. If both are imported, each has its own classes, and
+a ``lightning.pytorch.Callback`` is no ``pytorch_lightning.Callback``. Here the modules have the
+name that is imported first, and an import of the other name finds the same modules.
 """
 
 from __future__ import annotations
@@ -23,32 +23,36 @@ _NAMES = {"pytorch_lightning": "lightning.pytorch", "lightning_fabric": "lightni
 
 
 class OtherName(MetaPathFinder, Loader):
-    """Finds under one name of a package, and of all inside it, the modules of another name."""
+    """Finds the modules of packages under other names.
+
+    Args:
+        names: the other name of a package -> the name under which its modules are imported.
+    """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return where a module of the other name is; None for all others."""
+        """Return the spec of a module with such a name; None for all others."""
         for name, real in self._names.items():
             if fullname == name or fullname.startswith(f"{name}."):
                 return ModuleSpec(fullname, self, loader_state=real + fullname[len(name) :])
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that the real name has."""
+        """Return the module of the real name."""
         module = import_module(spec.loader_state)
         spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it back its own description, as it has run already."""
+        """Restore the module's own spec; the module has run already."""
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
 
 def _unite() -> None:
-    """Make both names find the same modules from now on, or say in one line why not."""
+    """Make imports of both names find the same modules from now on, or warn if that fails."""
     try:
         versions = {version("lightning"), version("pytorch-lightning")}
     except PackageNotFoundError:  # There is only one of them.
@@ -67,7 +71,7 @@ def _unite() -> None:
 def _warn(reason: str) -> None:
     warnings.warn(
         "lightning.pytorch and pytorch_lightning have the same classes under two names, and an "
-        f"object of one is none of the other: {reason}, or import only one of them."
+        f"object of one is no instance of the other: {reason}, or import only one of them."
         + see("copies"),
         stacklevel=4,
     )

@@ -1,8 +1,8 @@
 """Takes the tensors out of any object, and puts others in their places.
 
-Pytrees end at objects that torch does not know: dataclasses, namespaces, sets, classes of the
-user's. Pickle goes through all of them, and asks of each object that it meets whether it is stored
-apart. So tensors are found wherever an object keeps them, in the order in which pickle meets them.
+Pytrees end at objects that torch does not know: dataclasses, namespaces, sets, the user's classes.
+Pickle goes through all of them, and its ``persistent_id`` says for each object whether it is stored
+separately. So tensors are found anywhere in an object, in the order of pickle.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes),
     *(torch.Size, torch.dtype, torch.device, slice, range, type(Ellipsis)),
 )
-"""Types of values that hold no others."""
+"""Types of values that contain no others."""
 
 _ERRORS = (pickle.PicklingError, AttributeError, NotImplementedError, TypeError, ValueError)
-"""What objects raise that cannot be pickled."""
+"""Exceptions of objects that cannot be pickled."""
 
 
 class CannotPickle(TypeError):
@@ -37,33 +37,33 @@ class CannotPickle(TypeError):
 
 
 def take_apart(tree: Any, kinds: Kinds) -> tuple[bytes, list[Any]]:
-    """Pickle an object without the objects of some types that it holds.
+    """Pickle an object without the objects of some types in it.
 
     Returns:
-        What is left, for :func:`put_together`, and the objects that were taken out.
+        The pickled rest, for :func:`put_together`, and the objects that were taken out.
 
     Raises:
-        CannotPickle: if there is something in it that cannot be pickled.
+        CannotPickle: if something in the object cannot be pickled.
     """
     try:
-        return _take_apart(tree, kinds, _Taking)
+        return _take_apart(tree, kinds, _TakingPickler)
     except _ERRORS:
         pass
     try:
-        return _take_apart(tree, kinds, _taking_by_value())
+        return _take_apart(tree, kinds, _by_value_pickler())
     except (*_ERRORS, RecursionError) as error:
         raise CannotPickle(f"{type(tree).__name__}: {error}") from error
 
 
 def _take_apart(tree: Any, kinds: Kinds, pickler: Any) -> tuple[bytes, list[Any]]:
     file = io.BytesIO()
-    taking = pickler(file, pickle.HIGHEST_PROTOCOL)
-    taking.kinds, taking.taken = kinds, []
-    taking.dump(tree)
-    return file.getvalue(), taking.taken
+    writer = pickler(file, pickle.HIGHEST_PROTOCOL)
+    writer.kinds, writer.taken = kinds, []
+    writer.dump(tree)
+    return file.getvalue(), writer.taken
 
 
-class _Taking(pickle.Pickler):
+class _TakingPickler(pickle.Pickler):
     kinds: Kinds
     taken: list[Any]
 
@@ -74,62 +74,66 @@ class _Taking(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Pickle an object whose class allows no assignment, or has its own way of it, without."""
+        """Pickle objects so that no ``__setattr__`` of their class is called when they are loaded.
+
+        Such a method may refuse assignments, as that of a frozen dataclass does. Classes that
+        define how they are pickled are left to pickle.
+        """
         kind: Any = type(value)
-        has_own_way = (
+        defines_pickling = (
             isinstance(value, type)
             or kind in getattr(self, "dispatch_table", copyreg.dispatch_table)
             or hasattr(kind, "__setstate__")
             or kind.__reduce_ex__ is not object.__reduce_ex__
             or kind.__reduce__ is not object.__reduce__
         )
-        if kind.__setattr__ is object.__setattr__ or has_own_way:
+        if kind.__setattr__ is object.__setattr__ or defines_pickling:
             return NotImplemented
-        made, arguments, state, *entries = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return made, arguments, state, *entries, _set_state
+        create, arguments, state, *entries = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return create, arguments, state, *entries, _set_state
 
 
-def _set_state(made: Any, state: Any) -> None:
-    """Set the attributes of an object, those of its dict and those of slots."""
+def _set_state(value: Any, state: Any) -> None:
+    """Set the attributes of an object, those in its ``__dict__`` and those in slots."""
     for attributes in state if isinstance(state, tuple) else (state,):
-        for name, value in (attributes or {}).items():
-            object.__setattr__(made, name, value)
+        for name, attribute in (attributes or {}).items():
+            object.__setattr__(value, name, attribute)
 
 
 @cache
-def _taking_by_value() -> Any:
-    """Of classes and functions that cannot be imported the definition is pickled."""
+def _by_value_pickler() -> Any:
+    """Return a pickler that stores the definitions of classes that cannot be imported."""
     # Imported here, because few trees need it.
     import cloudpickle
 
-    class TakingByValue(cloudpickle.Pickler):  # type: ignore[misc]
-        persistent_id = _Taking.persistent_id
+    class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+        persistent_id = _TakingPickler.persistent_id
 
         def reducer_override(self, value: Any) -> Any:
-            reduced = _Taking.reducer_override(self, value)
+            reduced = _TakingPickler.reducer_override(self, value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
-    return TakingByValue
+    return ByValuePickler
 
 
-def put_together(rest: bytes, given: Sequence[Any]) -> Any:
-    """Make an object again, with other objects in the places of those that were taken out."""
-    putting = _Putting(io.BytesIO(rest))
-    putting.given = given
-    return putting.load()
+def put_together(rest: bytes, replacements: Sequence[Any]) -> Any:
+    """Load an object, with other objects in the places of those that were taken out."""
+    unpickler = _ReplacingUnpickler(io.BytesIO(rest))
+    unpickler.replacements = replacements
+    return unpickler.load()
 
 
-class _Putting(pickle.Unpickler):
-    given: Sequence[Any]
+class _ReplacingUnpickler(pickle.Unpickler):
+    replacements: Sequence[Any]
 
     def persistent_load(self, number: Any) -> Any:
-        return self.given[number]
+        return self.replacements[number]
 
 
 def object_leaves(tree: Any, kinds: Kinds) -> list[Any]:
-    """The objects of some types in any object, in order.
+    """Return the objects of some types in any object, in order.
 
-    Something that cannot be pickled counts as if it held none.
+    Objects inside something that cannot be pickled are not found.
     """
     leaves, waiting = [], [tree]
     while waiting:
@@ -153,35 +157,36 @@ def object_map(
     kinds: Kinds,
     function: Callable[[Any], Any],
     tree: Any,
-    unless_pickled: Callable[[Any], Any] = lambda value: value,
+    if_unpicklable: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """A copy of any object in which a function has replaced the objects of some types, in order.
+    """Return a copy of any object in which the objects of some types are replaced, in order.
 
     Args:
         kinds: the types.
-        function: what replaces them.
-        tree: the object; what holds none of the types in it is not copied.
-        unless_pickled: what replaces something in it that cannot be pickled, or not made again.
+        function: returns the replacement of an object.
+        tree: the object; parts with no object of these types are not copied.
+        if_unpicklable: returns the replacement of a part that cannot be pickled, or not be loaded
+            again.
     """
     if isinstance(tree, kinds):
         return function(tree)
     kind = type(tree)
     if kind is tuple or kind is list:
-        return kind([object_map(kinds, function, child, unless_pickled) for child in tree])
+        return kind([object_map(kinds, function, child, if_unpicklable) for child in tree])
     if kind is dict:
-        return {k: object_map(kinds, function, v, unless_pickled) for k, v in tree.items()}
+        return {k: object_map(kinds, function, v, if_unpicklable) for k, v in tree.items()}
     if isinstance(tree, PLAIN):
         return tree
     if kind in SUPPORTED_NODES:
-        return tree_map(lambda v: object_map(kinds, function, v, unless_pickled), tree)
+        return tree_map(lambda v: object_map(kinds, function, v, if_unpicklable), tree)
     try:
         rest, taken = take_apart(tree, kinds)
     except CannotPickle:
-        return unless_pickled(tree)
+        return if_unpicklable(tree)
     if not taken:
         return tree
     replaced = [function(each) for each in taken]
     try:
         return put_together(rest, replaced)
-    except _ERRORS:  # Of a class that takes other arguments than it is copied with.
-        return unless_pickled(tree)
+    except _ERRORS:  # Of a class whose pickled form does not fit its constructor.
+        return if_unpicklable(tree)

@@ -12,7 +12,7 @@ from torch import nn
 
 @contextmanager
 def patched(owner: object, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute inside the context; after it the owner has its own again, if it had one."""
+    """Set an attribute inside the context; then restore the owner's own, or remove it."""
     own = {key: vars(owner)[key] for key in vars(owner).keys() & {name}}
     setattr(owner, name, value)
     try:
@@ -31,14 +31,14 @@ Forward = Callable[..., Any]
 def replaced_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> Iterator[None]:
     """Replace the ``forward`` of a module inside the context.
 
-    Copies of the module, pickled ones too, have its own ``forward``: what replaces it refers to the
-    original's weights.
+    Copies of the module, also pickled ones, have the module's own ``forward``, as the replacement
+    refers to the weights of the original.
 
     Args:
         module: the module.
-        make: returns what replaces its own ``forward``, which it is given.
+        make: called with the module's own ``forward``; returns the replacement.
     """
-    attributes = vars(module)  # A scripted module lets nobody set others.
+    attributes = vars(module)  # A scripted module refuses `setattr`.
     own = {key: attributes[key] for key in attributes.keys() & {"forward"}}
     attributes["forward"] = _Replacement(module, make)
     try:
@@ -49,27 +49,28 @@ def replaced_forward(module: nn.Module, make: Callable[[Forward], Forward]) -> I
 
 
 class _Replacement(partial[Any]):
-    """What stands in a module in place of its own ``forward``."""
+    """A function that replaces a module's ``forward``, and is pickled as the module's own."""
 
     _module: nn.Module
-    _given: Forward | None
+    _instance_forward: Forward | None
+    """The ``forward`` that was an attribute of the instance, if there was one."""
 
     def __new__(cls, module: nn.Module, make: Callable[[Forward], Forward]) -> _Replacement:
-        given = vars(module).get("forward")
-        replacement = super().__new__(cls, make(given or partial(_own_forward, module)))
-        replacement._module, replacement._given = module, given
+        instance_forward = vars(module).get("forward")
+        replacement = super().__new__(cls, make(instance_forward or partial(_forward, module)))
+        replacement._module, replacement._instance_forward = module, instance_forward
         return replacement
 
     def __reduce__(self) -> Any:
-        if self._given is not None:
-            return _same, (self._given,)
-        return partial, (_own_forward, self._module)
+        if self._instance_forward is not None:
+            return _identity, (self._instance_forward,)
+        return partial, (_forward, self._module)
 
 
-def _own_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # The class's is looked up in each call: `sparsify` changes the class.
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # Looked up in the class at each call, as `sparsify` changes the class.
     return type(module).forward(module, *args, **kwargs)
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value

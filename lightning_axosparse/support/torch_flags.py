@@ -1,6 +1,6 @@
 """Copies the global flags of torch that a script may set from one process to another.
 
-Numbers of threads are not among them: each rank has its own share of the cores.
+The number of threads is not copied, as each rank has its own share of the cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SETTERS = {
     "multiprocessing.get_sharing_strategy": "multiprocessing.set_sharing_strategy",
     "serialization.get_safe_globals": "serialization.add_safe_globals",
 }
-"""Functions that return a flag -> those that set it, some of which set several attributes."""
+"""Function that returns a flag -> function that sets it."""
 _ATTRIBUTES = (
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_fp16_accumulation",
@@ -63,16 +63,16 @@ _ATTRIBUTES = (
 
 
 def flags(names: Iterable[str] = (*_SETTERS, *_ATTRIBUTES)) -> dict[str, Any]:
-    """The flags of this process that have these names."""
-    found = {}
+    """Return the values of flags in this process, without those that this torch does not have."""
+    values = {}
     for name in names:
-        with suppress(AttributeError, RuntimeError):  # Not in this torch, or set in another way.
-            found[name] = _flag(name)
-    return found
+        with suppress(AttributeError, RuntimeError):  # Some raise if they were set in another way.
+            values[name] = _flag(name)
+    return values
 
 
 def set_flags(values: dict[str, Any]) -> None:
-    """Set the flags that have other values here."""
+    """Set the flags that have other values in this process."""
     for name, value in values.items():
         if value == flags([name]).get(name):
             continue

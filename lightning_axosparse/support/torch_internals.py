@@ -1,4 +1,4 @@
-"""Wraps every use of torch's private API."""
+"""Functions that use torch's private API; no other module does."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ plain_torch_functions = torch._C.DisableTorchFunctionSubclass
 """A context in which torch functions treat subclasses as plain tensors."""
 
 grouped_mm: Any = torch._grouped_mm
-"""What ``torch.nn.functional.grouped_mm`` calls, and subclasses see."""
+"""The function that ``torch.nn.functional.grouped_mm`` calls, with which subclasses are called."""
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of a pytree, in a fraction of the time that torch's own function takes."""
+    """Return the leaves of a pytree, as torch's own function does, in a fraction of its time."""
     leaves, waiting = [], [tree]
     while waiting:
         node = waiting.pop()
@@ -68,7 +68,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 def tree_map_only(wanted: Any, function: Callable[[Any], Any], tree: Any) -> Any:
-    """Replace the leaves of one type, or of one of several; as fast as :func:`tree_leaves`."""
+    """Replace the leaves of one or several types, as torch's own function does, but faster."""
     kind = type(tree)
     if kind is dict:
         return {key: tree_map_only(wanted, function, child) for key, child in tree.items()}
@@ -82,7 +82,7 @@ def tree_map_only(wanted: Any, function: Callable[[Any], Any], tree: Any) -> Any
 
 
 class OperatorMode(TorchDispatchMode):
-    """Observes the operators that run, those of higher-order operators too."""
+    """Observes the operators that run, also inside higher-order operators."""
 
     supports_higher_order_operators = True
 
@@ -99,23 +99,23 @@ class OperatorMode(TorchDispatchMode):
         return self.observe(func, args, kwargs or {})
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator; a subclass sees it here."""
+        """Run an operator; subclasses override this."""
         return func(*args, **kwargs)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True, as otherwise torch.compile would never compile what runs here first."""
+        """True, as otherwise torch.compile would never compile code that first runs in the mode."""
         return True
 
 
 def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function that torch.compile leaves as it is, with all that it calls."""
+    """Return a function that torch.compile does not compile, nor the functions that it calls."""
     uncompiled: Callable[_P, _R] = torch.compiler.disable(function)
     return uncompiled
 
 
 def fake_mode() -> Any:
-    """Return a mode in which operators find shapes without computing, of what it makes fake."""
+    """Return a mode that can make tensors fake, for which operators compute only shapes."""
     # Imported here, because it takes a while.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -139,19 +139,19 @@ def version_of(tensor: Tensor) -> int:
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Let autograd take tensors for changed in place as often as they were at another time."""
+    """Set how often autograd considers tensors changed in place, see :func:`version_of`."""
     if tensors:
         torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Returns a number that equals another storage's exactly if both are the same memory."""
+"""Returns a number that two storages share exactly if they are the same memory."""
 
 
-def memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what equals that of another tensor that is the same part of the same memory.
+def memory_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Return a key that tensors share if they are the same part of the same memory.
 
-    Torch makes several objects of one tensor. The first entry is the whole memory.
+    Torch may make several Python objects for one tensor. The first entry identifies the storage.
     """
     if tensor.layout is not torch.strided:
         return (id(tensor),)
@@ -163,9 +163,9 @@ def argument(
     operator: Any, names: Collection[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return the argument of a call that has one of these names, or its default; else None."""
-    for place, each in enumerate(operator._schema.arguments):
+    for index, each in enumerate(operator._schema.arguments):
         if each.name in names:
-            return args[place] if place < len(args) else kwargs.get(each.name, each.default_value)
+            return args[index] if index < len(args) else kwargs.get(each.name, each.default_value)
     return None
 
 
@@ -174,51 +174,44 @@ def is_mutable(operator: Any) -> bool:
     return bool(operator._schema.is_mutable)
 
 
-def mutated_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the leaves of the arguments that ``operator`` changes in place."""
-    schema = operator._schema
-    if not schema.is_mutable:
-        return []
-    passed = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    return tree_leaves(
-        [passed.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    )
-
-
 def mutated_tensors(
     operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
     """Return the tensors among the arguments that ``operator`` changes in place."""
-    if not operator._schema.is_mutable:
+    schema = operator._schema
+    if not schema.is_mutable:
         return []
-    return [leaf for leaf in mutated_arguments(operator, args, kwargs) if isinstance(leaf, Tensor)]
+    passed = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
+    return tensors_in(
+        [passed.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    )
 
 
 def gradient_hooks(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return what is called with a leaf's gradient, before and after it is accumulated.
+    """Return the hooks that run before and after a leaf's gradient is accumulated.
 
-    Torch calls what is in these dicts; what is taken out of them, it does not.
+    These are torch's own dicts: a hook that is removed from them is not called.
     """
     before, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     return {} if before is None else before, {} if after is None else after
 
 
-def hooked(tensors: Iterable[Tensor], besides: type | tuple[()] = ()) -> list[Any]:
+def with_gradient_hooks(tensors: Iterable[Tensor], besides: type | tuple[()] = ()) -> list[Any]:
     """Return the tensors that have gradient hooks besides methods of the class ``besides``."""
-    found: list[Any] = []
-    for tensor in tensors:  # In every step, so it calls nothing.
+    selected: list[Any] = []
+    for tensor in tensors:  # This runs in every step, so it calls no further function.
         if tensor._backward_hooks:
-            found.append(tensor)
+            selected.append(tensor)
             continue
         for hook in (tensor._post_accumulate_grad_hooks or {}).values():
             if not isinstance(getattr(hook, "__self__", None), besides):
-                found.append(tensor)
+                selected.append(tensor)
                 break
-    return found
+    return selected
 
 
 def move_gradient_hooks(source: Tensor, target: Tensor) -> None:
-    """Give ``target`` the gradient hooks of ``source``; what removes them works as before."""
+    """Move the gradient hooks of ``source`` to ``target``; their handles stay valid."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks, present = getattr(source, name), getattr(target, name)
         if hooks:
@@ -229,11 +222,11 @@ def move_gradient_hooks(source: Tensor, target: Tensor) -> None:
 
 @contextmanager
 def backward_passes_by(run: Callable[..., Any]) -> Iterator[None]:
-    """Let ``run`` run the backward passes that begin inside the context.
+    """Call ``run`` in place of torch's own function for each backward pass inside the context.
 
     Args:
-        run: called with torch's own function and its arguments: outputs, their gradients, whether
-            to keep the graph, whether to make one, and inputs, which are empty for all leaves.
+        run: called with torch's own function and its arguments: outputs, their gradients,
+            ``keep_graph``, ``create_graph``, and inputs, which are empty for all leaves.
     """
     own = torch.autograd._engine_run_backward
     with patched(torch.autograd, "_engine_run_backward", partial(run, own)):
@@ -243,7 +236,7 @@ def backward_passes_by(run: Callable[..., Any]) -> Iterator[None]:
 def graph_nodes(
     outputs: Iterable[Tensor | None], function: type[torch.autograd.Function]
 ) -> list[Any]:
-    """Return the nodes of a function in the graphs of tensors."""
+    """Return the nodes that belong to ``function`` in the autograd graphs of ``outputs``."""
     nodes = [None if output is None else output.grad_fn for output in outputs]
     seen: set[Any] = set()
     while nodes:
@@ -255,12 +248,12 @@ def graph_nodes(
 
 
 def is_tensor_parallel(hook: object) -> bool:
-    """Whether a module's hook is one by which ``parallelize_module`` places its tensors."""
+    """Return whether a module's hook comes from ``parallelize_module``."""
     return getattr(hook, "__module__", "").startswith("torch.distributed.tensor")
 
 
 def forget_parallelized(module: nn.Module) -> None:
-    """Let ``parallelize_module`` take a module again: remove its hooks and its mark."""
+    """Remove from a module the hooks and the mark of ``parallelize_module``, to call it again."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             if is_tensor_parallel(hook):
@@ -279,9 +272,9 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def await_collective(value: object) -> None:
-    """Wait for a collective, if ``value`` is its result and nothing has read it.
+    """Wait for a collective whose result nothing has read yet, if ``value`` is one.
 
-    Torch keeps such results until something waits for them.
+    Torch keeps such results in memory until something waits for them.
     """
     if not isinstance(value, Tensor) or type(value) is Tensor:
         return
@@ -293,7 +286,7 @@ def await_collective(value: object) -> None:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile(module)`` or ``module.compile()`` made this module."""
+    """Return whether a module is the result of ``torch.compile``, or was compiled in place."""
     return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
 
 
@@ -308,9 +301,9 @@ def transformed() -> bool:
 
 
 def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Call ``function.apply`` where no transform is active, without the Python that handles them.
+    """Call ``function.apply`` without the Python code for transforms, none of which may be active.
 
-    That takes a third of the time of a call.
+    That code takes a third of the time of a call.
     """
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
@@ -325,16 +318,16 @@ def backward_transformed(gradient: Tensor) -> bool:
     return torch.is_grad_enabled() or batched(gradient) or transformed()
 
 
-def parsed_conversion(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
-    """Return the device and the dtype that these arguments of ``Tensor.to`` ask for."""
+def parse_conversion(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Return the device and the dtype in the arguments of a call of ``Tensor.to``."""
     device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
 
 
 def swap_values(tensor: Tensor, other: Tensor) -> None:
-    """Exchange all that two tensors hold but their Python objects, so that each keeps its identity.
+    """Exchange the contents of two tensors; the Python objects stay the same.
 
-    Unlike ``tensor.data = other`` it works between devices of which one is meta.
+    Unlike ``tensor.data = other``, it works between the meta device and another one.
 
     Raises:
         RuntimeError: if an autograd graph refers to one of them.
@@ -350,19 +343,19 @@ def onednn_product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> T
 
 
 @contextmanager
-def subclasses_noted(note: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call ``note`` with each parameter, or tensor of another subclass, made inside the context.
+def new_subclasses_observed(observe: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call ``observe`` with each new parameter, or tensor of another subclass, inside the context.
 
-    They are made of tensors without any operator that a ``TorchDispatchMode`` could observe.
+    No operator makes them that a ``TorchDispatchMode`` could observe.
     """
     make = torch.Tensor._make_subclass
 
-    def noted(*args: Any, **kwargs: Any) -> Tensor:
-        made: Tensor = make(*args, **kwargs)
-        note(made)
-        return made
+    def observed(*args: Any, **kwargs: Any) -> Tensor:
+        tensor: Tensor = make(*args, **kwargs)
+        observe(tensor)
+        return tensor
 
-    with patched(torch.Tensor, "_make_subclass", staticmethod(noted)):
+    with patched(torch.Tensor, "_make_subclass", staticmethod(observed)):
         yield
 
 
@@ -372,12 +365,12 @@ def is_random(operator: Any) -> bool:
 
 
 def is_pointwise(operator: Any) -> bool:
-    """Return whether each entry of what ``operator`` returns depends on the same entry alone."""
+    """Return whether each entry of the result depends only on the same entry of the arguments."""
     return torch.Tag.pointwise in operator.tags
 
 
 def is_view(operator: Any) -> bool:
-    """Return whether ``operator`` returns the memory of an argument, and leaves it as it is."""
+    """Return whether ``operator`` returns memory of an argument without changing it."""
     schema = operator._schema
     return not schema.is_mutable and any(result.alias_info for result in schema.returns)
 
@@ -394,28 +387,28 @@ def name_of(operator: Any) -> str:
 
 
 def takes_device(operator: Any) -> bool:
-    """Return whether ``operator`` has an argument that says on which device its result is."""
+    """Return whether ``operator`` has an argument for the device of its result."""
     return any(argument.name == "device" for argument in operator._schema.arguments)
 
 
 class _DeferredStorage(torch.UntypedStorage):
-    """A storage on the meta device that torch.save asks for its bytes when it writes them."""
+    """A storage on the meta device whose bytes are computed when torch.save writes them."""
 
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
 
     def cpu(self) -> torch.UntypedStorage:
-        """The bytes of the tensor, alone in their storage."""
-        storage = self.make().contiguous().untyped_storage()
+        """Return a storage with the bytes of the tensor, and no others."""
+        storage = self.compute().contiguous().untyped_storage()
         return storage if storage.nbytes() == self.nbytes() else storage.clone()
 
 
 def reduced_for_save(
-    shape: torch.Size, dtype: torch.dtype, make: Callable[[], Tensor]
+    shape: torch.Size, dtype: torch.dtype, compute: Callable[[], Tensor]
 ) -> tuple[Any, ...]:
-    """Return what pickles as a CPU tensor whose values torch.save makes when it writes them."""
+    """Return a CPU tensor's result of ``__reduce_ex__``, with values computed by torch.save."""
     size = shape.numel() * dtype.itemsize
     storage = _DeferredStorage(size, device="meta")  # type: ignore[no-untyped-call]
-    storage.make = make
+    storage.compute = compute
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
     typed._fake_device = "cpu"  # type: ignore[assignment]
     stride = torch.empty(shape, device="meta").stride()
@@ -424,8 +417,8 @@ def reduced_for_save(
     return torch._utils._rebuild_tensor_v2, arguments
 
 
-def writes_beside(operator: Any) -> bool:
-    """Whether an operator writes to an argument that it does not return."""
+def writes_unreturned(operator: Any) -> bool:
+    """Return whether ``operator`` writes to an argument that it does not return."""
     schema = operator._schema
     written = [arg for arg in schema.arguments if arg.alias_info and arg.alias_info.is_write]
     return bool(written) and not any(result.alias_info for result in schema.returns)
@@ -435,21 +428,21 @@ class PausableMode(TorchFunctionMode):
     """A mode that observes the torch functions of a step, except while it is paused."""
 
     may_leave = True
-    """Whether it is left while it is paused, where it was entered last."""
+    """Whether the mode is left while it is paused, if it is the innermost one."""
     _is_paused = False
 
     def pause(self) -> None:
-        """Take in that it begins to be paused."""
+        """Called when a pause begins."""
 
     def resume(self) -> None:
-        """Take in that it is no longer paused."""
+        """Called when a pause ends."""
 
 
 class PausableOperatorMode(OperatorMode):
     """A mode that observes the operators of a step, except while it is paused."""
 
     may_leave = True
-    """Whether it is left while it is paused, where it was entered last."""
+    """Whether the mode is left while it is paused, if it is the innermost one."""
     _is_paused = False
 
     def __torch_dispatch__(
@@ -464,16 +457,16 @@ class PausableOperatorMode(OperatorMode):
         return self.observe(func, args, kwargs or {})
 
     def pause(self) -> None:
-        """Take in that it begins to be paused."""
+        """Called when a pause begins."""
 
     def resume(self) -> None:
-        """Take in that it is no longer paused."""
+        """Called when a pause ends."""
 
 
 class paused:
-    """A context in which some modes, of which the last was entered last, observe nothing."""
+    """A context in which some modes observe nothing; they are in the order in which they began."""
 
-    # Entered for each layer and micro-batch, so it is no generator.
+    # A class, as a generator takes longer, and a step enters it for each layer and micro-batch.
     def __init__(self, modes: Sequence[PausableMode | PausableOperatorMode]) -> None:
         self._modes = [mode for mode in modes if not mode._is_paused]
         self._left: list[bool] = []

@@ -1,7 +1,7 @@
 """Measures the time of each activity of this rank, as totals and as recorded spans.
 
-Times are monotonic: corrections of the host's clock do not change how long something took. They are
-aligned with that clock once, so that spans of several ranks can be shown together.
+Times are monotonic, so corrections of the host's clock do not change a duration. They are aligned
+with that clock once, so that spans of several ranks fit together.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Activity = Literal[
     "compress",
 ]
 PASSES: tuple[Activity, ...] = ("forward", "backward")
-"""What a stage computes for a micro-batch."""
+"""The activities in which a stage computes a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ _EPOCH = time() - perf_counter()
 
 
 def now() -> float:
-    """Return the seconds since 1970 by this host's clock, without its corrections since the start.
+    """Return the seconds since 1970 by this host's clock, without later corrections of the clock.
 
-    All processes of a host that start between two corrections agree.
+    Processes of a host agree if they have started between the same corrections.
     """
     return _EPOCH + perf_counter()
 
 
 class Clock:
-    """Sums the seconds of each activity and, while recording, keeps every span.
+    """Sums the seconds of each activity and, while recording, stores every span.
 
-    Threads of a backward pass may add at the same time.
+    Several threads of a backward pass may add at the same time.
 
-    ``densify`` and ``compress`` are parts of ``forward`` and ``backward``, and of their totals.
+    The time of ``densify`` and ``compress`` is also part of ``forward`` and ``backward``.
     """
 
     def __init__(self) -> None:
@@ -100,16 +100,16 @@ class Clock:
             with self._lock:
                 self.totals, self._spans = totals, spans
 
-    def record(self) -> None:
-        """Keep every span from now on, until :meth:`recorded` is called."""
+    def start_recording(self) -> None:
+        """Store every span from now on, until :meth:`stop_recording` is called."""
         self._spans = []
 
-    def recorded(self) -> list[Span]:
-        """Stop recording and return the spans kept since :meth:`record`."""
+    def stop_recording(self) -> list[Span]:
+        """Stop recording, and return the spans since :meth:`start_recording`."""
         with self._lock:
             spans, self._spans = self._spans or [], None
         return spans
 
 
 clock = Clock()
-"""The clock of this process: every part of a step adds to it, and callbacks read it."""
+"""The clock of this process. Every part of a step adds its time, and callbacks read it."""

@@ -1,4 +1,4 @@
-"""Ends error messages with a link, shortens lists in them, and names the extra that is missing."""
+"""Parts of error messages: links to the documentation, shortened lists, missing packages."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _CLI = {"hydra": "hydra-core", "matplotlib": "matplotlib", "rich": "rich"}
 
 
 def see(entry: str) -> str:
-    """Return the last sentence of a message: a link to a heading of the page, as in its address."""
+    """Return the last sentence of a message: a link to an entry, such as ``see("masks")``."""
     return f" See {page()}#{entry}."
 
 
-def few(names: list[str]) -> str:
-    """Return the first names, and how many there are more, for a message."""
+def first_few(names: list[str]) -> str:
+    """Return names for a message: all, or "a, b, c, d, e, f, g, h and 3 more"."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def without_link(error: BaseException) -> str:
-    """Return the message of an error as part of another, whose own link stands at its end."""
+    """Return the message of an error without its link, as part of another message."""
     return re.sub(rf"\.( See {re.escape(page())}#[a-z-]+\.)?$", "", str(error))
 
 
 @cache
 def page() -> str:
-    """Return the page's address, if the package's metadata name documentation; else its file."""
+    """Return the address of the troubleshooting page, if the metadata has one, else its file."""
     try:
         links = importlib.metadata.metadata("lightning-axosparse").get_all("Project-URL") or []
     except importlib.metadata.PackageNotFoundError:  # used from a checkout that is not installed

@@ -16,8 +16,8 @@ from lightning_axosparse.callbacks.timeline import (
     COLOURS,
     PipelineTimeline,
     RecordedStep,
+    assign_rows,
     chrome_trace,
-    place,
     plot_gantt,
 )
 from lightning_axosparse.support.trace import Span, clock
@@ -59,7 +59,7 @@ def test_trace_is_valid_and_complete(step):
 
 def test_trace_is_in_microseconds_from_the_first_span():
     spans = [Span("backward", 10.5, 10.75, 1, 0), Span("forward", 10.25, 10.5, 0, 0)]
-    step = RecordedStep(0, 1, "sparse", place(spans, replica=2, stage=0))
+    step = RecordedStep(0, 1, "sparse", assign_rows(spans, replica=2, stage=0))
     events = [event for event in chrome_trace(step)["traceEvents"] if event["ph"] == "X"]
     assert [(event["ts"], event["dur"]) for event in events] == [(250000, 250000), (0, 250000)]
 
@@ -68,7 +68,7 @@ def test_what_knows_no_stage_takes_the_one_of_the_pass_around_it():
     passes = [Span("forward", 0, 4, 0, 0), Span("backward", 4, 9, 3, 0)]
     inner = [Span("densify", 1, 2, 0, None), Span("compress", 5, 6, 0, None)]
     outer = [Span("optimizer", 9, 10, 0, None)]
-    placed = place([*inner, *passes, *outer], replica=1, stage=2)
+    placed = assign_rows([*inner, *passes, *outer], replica=1, stage=2)
     assert [p.stage for p in placed] == [0, 3, 0, 3, 2]
     assert {p.replica for p in placed} == {1}
 
@@ -80,7 +80,7 @@ def test_gantt_draws_every_span_in_its_row():
         Span("wait", 4, 4.5, 0, None),
     ]
     other = [Span("forward", 1, 2, 1, 0)]
-    step = RecordedStep(2, 1, "dense", place(spans, 0, 0) + place(other, 1, 1))
+    step = RecordedStep(2, 1, "dense", assign_rows(spans, 0, 0) + assign_rows(other, 1, 1))
     axes = Figure().subplots()
     plot_gantt(axes, step)
     bars = [(bar.get_x(), bar.get_width(), bar.get_y() + 0.4) for bar in axes.patches]
@@ -133,7 +133,7 @@ def recorded(timeline) -> list[int]:
 def test_records_one_step_of_the_last_epoch(tmp_path):
     timeline = PipelineTimeline()
     fit(tmp_path, timeline)
-    assert [(step.epoch, step.batch_idx, step.weights) for step in timeline.steps] == [
+    assert [(step.epoch, step.batch_idx, step.period) for step in timeline.steps] == [
         (1, 1, "dense")
     ]
     assert recorded(timeline) == [101]
@@ -177,7 +177,7 @@ def test_a_step_that_never_comes_is_said(tmp_path):
 def test_a_step_after_the_draw_is_recorded_wherever_it_falls(end, expected, tmp_path):
     timeline = PipelineTimeline(folder=tmp_path)
     small.fit(GradualPruning(0.5, start=4, end=end, every=1), 5, callbacks=[timeline])
-    steps = {step.weights: (step.epoch, step.batch_idx) for step in timeline.steps}
+    steps = {step.period: (step.epoch, step.batch_idx) for step in timeline.steps}
     assert steps == expected
     names = {f"timeline-{weights}.{kind}" for weights in expected for kind in ("json", "png")}
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -24,7 +24,7 @@ from lightning_axosparse.checkpoint.folder import files_of, save_folder
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.strategy import pipeline_strategy
 from lightning_axosparse.support import archive
-from lightning_axosparse.support.archive import DeferredTensor, all_made
+from lightning_axosparse.support.archive import DeferredTensor, all_computed
 from lightning_axosparse.support.files import clear_partials
 from lightning_axosparse.support.patched import patched
 from tests.parity.cases import Net, loader, recorded, trainer
@@ -58,7 +58,7 @@ def load(path: Path | str) -> int:
 def test_one_file_of_it_is_the_one_that_is_written_otherwise(tmp_path: Path) -> None:
     save(7, tmp_path / "a.ckpt")
     assert load(tmp_path / "a.ckpt") == 7
-    archive.save(all_made(checkpoint(7)), tmp_path / "plain.ckpt")
+    archive.save(all_computed(checkpoint(7)), tmp_path / "plain.ckpt")
     assert consolidate(tmp_path / "a.ckpt") == tmp_path / "a.ckpt.consolidated"
     module = "lightning_axosparse.checkpoint.consolidate"
     command = [*warm_python(), "-m", module, str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt")]

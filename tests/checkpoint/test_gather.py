@@ -151,6 +151,6 @@ def test_steps_are_no_parts_of_a_parameter_with_as_many_elements_as_replicas() -
         {"bias": state, "weight": state}, {"bias": bias, "weight": weight}, FourAlike(lambda: None)
     )
     for name, parameter in (("bias", bias), ("weight", weight)):
-        made = {key: value.made() for key, value in found[name].items()}
+        made = {key: value.computed() for key, value in found[name].items()}
         assert float(made["step"]) == 3
         assert torch.equal(made["exp_avg"], torch.ones_like(parameter))

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from axosparse_commands import overrides
-from axosparse_commands.overrides import configuration, problem
+from axosparse_commands.overrides import config_folder, find_problem
 from tests.ranks import PATIENCE
 
 CALL = """
@@ -74,7 +74,7 @@ def test_an_error_imports_neither_torch_nor_lightning(call: str, message: str) -
     ],
 )
 def test_what_was_meant(arguments: str, message: str) -> None:
-    found = problem("config", arguments.split())
+    found = find_problem("config", arguments.split())
     assert found is not None
     assert message in found
 
@@ -95,18 +95,18 @@ def test_what_was_meant(arguments: str, message: str) -> None:
     ],
 )
 def test_what_hydra_takes_is_left_to_hydra(arguments: str) -> None:
-    assert problem("config", arguments.split()) is None
+    assert find_problem("config", arguments.split()) is None
 
 
 def test_configuration_lies_in_the_package_or_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert OmegaConf.load(configuration() / "config.yaml").seed == 0
+    assert OmegaConf.load(config_folder() / "config.yaml").seed == 0
 
     class Found:
         origin = str(tmp_path / "lightning_axosparse" / "__init__.py")
 
     monkeypatch.setattr(overrides, "find_spec", lambda name: Found)
-    assert configuration() == tmp_path / "conf"
+    assert config_folder() == tmp_path / "conf"
     (tmp_path / "lightning_axosparse" / "conf").mkdir(parents=True)
-    assert configuration() == tmp_path / "lightning_axosparse" / "conf"
+    assert config_folder() == tmp_path / "lightning_axosparse" / "conf"

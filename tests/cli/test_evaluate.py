@@ -14,11 +14,11 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import ModelCheckpoint
 from omegaconf import DictConfig, OmegaConf
 
-from axosparse_commands.overrides import configuration
+from axosparse_commands.overrides import config_folder
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, load_sparse, save_safetensors
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from lightning_axosparse.cli import evaluate as entry
-from lightning_axosparse.cli.evaluate import evaluate, restored, with_data_of_run
+from lightning_axosparse.cli.evaluate import evaluate, load_model, with_data_of_run
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
 
@@ -27,7 +27,7 @@ SHAPE = {"width": 16, "depth": 2, "heads": 2, "context": 16}
 
 
 def configured(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(configuration()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("eval", [*SMALL, *overrides])
 
 
@@ -155,7 +155,7 @@ def test_nothing_in_a_checkpoint_is_called(run, gpt, value, found, plant, tmp_pa
     torch.save(contents, tmp_path / "planted.ckpt")
     monkeypatch.setattr(GPT, "__init__", lambda *args, **kwargs: pytest.fail("was called"))
     with pytest.raises(ValueError, match=rf"planted\.ckpt' has {found} in hyper_parameters"):
-        restored(gpt, tmp_path / "planted.ckpt")
+        load_model(gpt, tmp_path / "planted.ckpt")
 
 
 def test_values_of_a_checkpoint_replace_those_of_the_configuration(run, gpt, tmp_path):
@@ -164,10 +164,12 @@ def test_values_of_a_checkpoint_replace_those_of_the_configuration(run, gpt, tmp
     contents["hyper_parameters"]["unknown"] = 1
     torch.save(contents, tmp_path / "other.ckpt")
     with pytest.raises(ValueError, match=r"do not fit to `model`, which is .*GPT: .*unknown"):
-        restored(gpt, tmp_path / "other.ckpt")
+        load_model(gpt, tmp_path / "other.ckpt")
     del contents["hyper_parameters"]["unknown"]
     torch.save(contents, tmp_path / "other.ckpt")
-    model, _ = restored(configured("checkpoint=x", "model.depth=3").model, tmp_path / "other.ckpt")
+    model, _ = load_model(
+        configured("checkpoint=x", "model.depth=3").model, tmp_path / "other.ckpt"
+    )
     assert (model.hparams.width, model.hparams.depth) == (16, 3)
 
 

@@ -10,11 +10,11 @@ from lightning_axosparse.cli.job import (
     RESULT,
     Job,
     command,
-    difference,
-    finished_before,
+    earlier_result,
+    first_difference,
     jobs_in,
     random_ticket,
-    recorded,
+    recording_errors,
     settings_of,
 )
 from tests.cli.sweep.jobs import write_job
@@ -91,13 +91,13 @@ def test_settings_do_not_depend_on_where_a_job_writes(tmp_path):
 
 
 def test_a_result_of_other_settings_is_not_taken(tmp_path):
-    assert finished_before(configured(tmp_path)) is None
+    assert earlier_result(configured(tmp_path)) is None
     settings = settings_of(configured(tmp_path))
     result = write_job(tmp_path / "a", "ticket", 0.8, settings=settings)
     (tmp_path / "a" / RESULT).rename(tmp_path / RESULT)
-    assert finished_before(configured(tmp_path)) == result
+    assert earlier_result(configured(tmp_path)) == result
     with pytest.raises(ValueError, match=r"another job: there model\.width=None, here 8\. Choose"):
-        finished_before(configured(tmp_path, model={"width": 8}))
+        earlier_result(configured(tmp_path, model={"width": 8}))
 
 
 @pytest.mark.parametrize(
@@ -110,16 +110,16 @@ def test_a_result_of_other_settings_is_not_taken(tmp_path):
     ],
 )
 def test_the_first_difference(before, now, found):
-    assert difference(before, now) == found
+    assert first_difference(before, now) == found
 
 
 def test_an_error_is_recorded_and_gone_after_the_next_attempt(tmp_path):
     (tmp_path / RESULT).write_text("old")
-    with pytest.raises(RuntimeError), recorded(tmp_path):
+    with pytest.raises(RuntimeError), recording_errors(tmp_path):
         raise RuntimeError("no memory")
     assert not (tmp_path / RESULT).exists()
     assert (tmp_path / "error.txt").read_text().startswith("no memory\n\nTraceback")
-    with recorded(tmp_path):
+    with recording_errors(tmp_path):
         pass
     assert not (tmp_path / "error.txt").exists()
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from axosparse_commands.overrides import configuration
+from axosparse_commands.overrides import config_folder
 from lightning_axosparse import ExpertParallel, TensorParallel
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
@@ -26,7 +26,7 @@ from lightning_axosparse.strategy.launcher import mpiexec
 from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
 
-GROUPS = [folder.name for folder in sorted(configuration().iterdir()) if folder.is_dir()]
+GROUPS = [folder.name for folder in sorted(config_folder().iterdir()) if folder.is_dir()]
 CHANGE_OTHERS = {"arm", "debug", "experiment", "hparams_search"}
 """Groups whose choices change those of other groups."""
 
@@ -34,7 +34,7 @@ CHANGE_OTHERS = {"arm", "debug", "experiment", "hparams_search"}
 def choices() -> list[list[str]]:
     """Every choice of every group; several at once of groups that do not change others."""
     found = {
-        group: [f"{group}={file.stem}" for file in sorted((configuration() / group).glob("*.yaml"))]
+        group: [f"{group}={file.stem}" for file in sorted((config_folder() / group).glob("*.yaml"))]
         for group in GROUPS
     }
     alone = [[choice] for group in CHANGE_OTHERS & {*GROUPS} for choice in found.pop(group)]
@@ -58,7 +58,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def configured(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(configuration()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("config", list(overrides))
 
 
@@ -271,7 +271,7 @@ def test_a_search_finds_the_better_rate(text, tmp_path):
 
 def test_a_job_of_slurm_has_one_task_with_a_core_for_each_rank():
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
-    with initialize_config_dir(str(configuration()), version_base="1.3"):
+    with initialize_config_dir(str(config_folder()), version_base="1.3"):
         overrides = ["hydra/launcher=slurm", "trainer.devices=6"]
         config = compose("config", overrides, return_hydra_config=True)
     launcher = config.hydra.launcher
@@ -294,7 +294,7 @@ def test_a_vgg_loses_channels_on_two_ranks(tmp_path):
         capture_output=True,
         text=True,
     ).stdout
-    for words in ["accuracy", "Channels of each layer", "model.0.1", "kept channels"]:
+    for words in ["accuracy", "Channels of each layer", "model.0.1", "fewer channels"]:
         assert words in printed
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["draw"]["step"], report["draw"]["pruning_ratio"]) == (4, 0.5)

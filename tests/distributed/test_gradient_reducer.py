@@ -57,7 +57,7 @@ def reduce_kind(kind: str) -> dict[str, Any]:
             kept_gradients = [(p.grad, p.grad.clone()) for p in net.layers.parameters()]
         net.zero_grad()
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + rank))
-        reducer.arm()
+        reducer.prepare()
         for layer in net.layers[: 3 if kind == "unused layer" and rank else 4]:
             x = torch.tanh(layer(x))
         x.sum().backward()
@@ -137,7 +137,7 @@ def overlap() -> list[int]:
         [gradient_reducer.ReductionGroup(dist.group.WORLD, list(layers.parameters()))], 1
     )
     started: list[int] = []
-    reducer.arm()
+    reducer.prepare()
     for layer in layers:
         layer.weight.register_post_accumulate_grad_hook(
             lambda _: started.append(reducer.reduced_bytes)
@@ -166,7 +166,7 @@ def overlap_deferred() -> list[int]:
     reducer = gradient_reducer.GradientReducer(
         [gradient_reducer.ReductionGroup(dist.group.WORLD, weights)], 1
     )
-    reducer.arm(deferred=set(weights))
+    reducer.prepare(deferred=set(weights))
     layers(torch.randn(8, 64)).sum().backward()
     started = [reducer.reduced_bytes]
     for place in (3, 1):  # That of the third layer is not final, and all ranks keep one order.

@@ -66,7 +66,7 @@ def of_grid(g_inter: int, replicas_per_batch: int) -> dict[str, Any]:
         "everybody": (members(groups.world), members(groups.loop_ends)),
         "apart": groups.loop_ends is not groups.world
         and (groups.logged is None or groups.logged is not groups.data),
-        "holding": members(groups.holding(ends)) if grid.stage in ends else None,
+        "holding": members(groups.shared_by_stages(ends)) if grid.stage in ends else None,
         "along pipeline": groups.broadcast_along_pipeline(rank, last),
         "in replica": groups.broadcast_in_replica(rank, last),
         "gathered": gather(rank, groups.data),
@@ -129,7 +129,7 @@ def test_groups_are_kept_as_long_as_the_world_that_they_are_part_of(ranks: Any) 
 def test_a_process_alone_needs_no_process_group() -> None:
     groups = ProcessGroups(Grid(1, 1))
     assert {getattr(groups, name) for name in (*GROUPS, "world", "loop_ends")} == {None}
-    assert groups.holding(frozenset({0})) is None
+    assert groups.shared_by_stages(frozenset({0})) is None
     for stage in (0, 3):  # with the loopback transport it runs all stages
         assert groups.broadcast_along_pipeline("value", stage) == "value"
         assert groups.broadcast_in_replica("value", stage) == "value"

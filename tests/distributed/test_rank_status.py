@@ -24,34 +24,34 @@ def test_in_words() -> None:
     assert RankStatus(rank=5, stage=-1).name == "rank 5"
     place = RankStatus(host=b"node7", batch=-1)
     place.begin_run()
-    place.place_in(Grid(4, 2, 3))
+    place.set_grid(Grid(4, 2, 3))
     assert str(place) == "rank 3 (stage 0 of replica 1) on host node7: before its first batch"
     with place.step("training", 2, 17):
-        assert place.doing == "in training batch 17 of epoch 2, before its first micro-batch"
+        assert place.activity == "in training batch 17 of epoch 2, before its first micro-batch"
         place.begin_pass("backward", 5)
         place.begin_wait("the gradient of micro-batch 5 from rank 4")
-        assert place.doing == (
+        assert place.activity == (
             "in training batch 17 of epoch 2, micro-batch 5, backward pass; "
             "waits for the gradient of micro-batch 5 from rank 4"
         )
         place.end_wait()
-    assert place.doing == "after training batch 17 of epoch 2"
+    assert place.activity == "after training batch 17 of epoch 2"
     assert place.end_loop("training", 2) == 18
     place.between_loops(stops=True)
-    assert place.doing == (
+    assert place.activity == (
         "training of epoch 2 over after 18 batches, with trainer.should_stop set"
     )
     assert place.end_loop("validation", 2) == 0
     place.between_loops(stops=False)
-    assert place.doing == "validation of epoch 2 over after 0 batches"
+    assert place.activity == "validation of epoch 2 over after 0 batches"
     place.begin_run()
-    assert place.doing == "before its first batch"
+    assert place.activity == "before its first batch"
 
 
 def test_long_words_are_cut() -> None:
     place = RankStatus()
     place.begin_wait("ä" * 500)
-    assert place.doing.count("ä") == 99
+    assert place.activity.count("ä") == 99
 
 
 def publish_and_wait(path: Path | None, line: int) -> None:
@@ -79,9 +79,9 @@ def test_another_process_reads_it_also_after_the_first_has_died(tmp_path: Path) 
         process.kill()
         process.join()
         assert not seen.finished
-        assert seen.doing == "in training batch 6 of epoch 1, before its first micro-batch"
+        assert seen.activity == "in training batch 6 of epoch 1, before its first micro-batch"
         if path is not None:
-            assert read_status(str(path)).doing == seen.doing
+            assert read_status(str(path)).activity == seen.activity
         os.close(ours), os.close(theirs)
 
 
@@ -89,7 +89,7 @@ def test_calls_that_return_when_others_take_part_are_waits() -> None:
     with blocked("all ranks to connect"):
         assert this_rank().waits
         assert this_rank().bulk
-        assert this_rank().doing.endswith("waits for all ranks to connect")
+        assert this_rank().activity.endswith("waits for all ranks to connect")
     assert not this_rank().waits
 
 
@@ -105,7 +105,7 @@ def test_a_wait_is_recorded_when_polls_have_not_ended_it() -> None:
         pause(back_off, 1)
         assert this_rank().waits
         assert this_rank().bulk
-        assert this_rank().doing.endswith("waits for an answer from rank 7")
+        assert this_rank().activity.endswith("waits for an answer from rank 7")
         before = this_rank().progress
         pause(back_off, 3)
         assert this_rank().progress == before

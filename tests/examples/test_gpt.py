@@ -54,8 +54,8 @@ def test_a_fresh_model_is_near_the_uniform_guess():
 def test_initial_residual_branches_are_scaled_by_depth():
     model = GPT(width=128, depth=8, heads=2)
     block = model.model[1]
-    assert block.perceptron[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
-    assert block.perceptron[2].weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.mlp[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mlp[2].weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert block.attention.output.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
 
 

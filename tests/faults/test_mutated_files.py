@@ -30,7 +30,8 @@ from lightning_axosparse import (
     load_sparse,
     save_safetensors,
 )
-from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO, save_folder
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.checkpoint.folder import save_folder
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.support.archive import DeferredTensor
 from tests.sparse.masking import apply_masks

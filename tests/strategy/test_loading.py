@@ -64,7 +64,7 @@ def resume(stages: int, watched: Watched, path: Path) -> dict[str, Any]:
     L.seed_everything(1, verbose=False)
     checked: list[Any] = []
 
-    def check(file: Any, original: Any = atomic_io.archive.check) -> None:
+    def check(file: Any, original: Any = atomic_io.archive.verify) -> None:
         checked.append(file)
         original(file)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse import CorruptFileError
 from lightning_axosparse.support import archive
-from lightning_axosparse.support.archive import DeferredTensor, all_made, load_mapped
+from lightning_axosparse.support.archive import DeferredTensor, all_computed, load_mapped
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool]
 shapes = st.lists(st.integers(0, 4), max_size=3)
@@ -55,7 +55,7 @@ def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> No
 def test_a_tensor_that_is_there_twice_is_made_once() -> None:
     one = deferred("one", torch.ones(2, 3))
     assert (one.shape, one.dtype, one.is_meta) == ((2, 3), torch.float32, True)
-    made = all_made({"a": one, "b": [one, 5]})
+    made = all_computed({"a": one, "b": [one, 5]})
     assert made["a"] is made["b"][0]
     assert torch.equal(made["a"], torch.ones(2, 3))
     assert made["b"][1] == 5
@@ -68,7 +68,7 @@ CONTENT = {"weight": torch.arange(5000.0), "step": 3}
 def test_every_change_of_a_tensor_is_found(save, tmp_path: Path) -> None:
     path = tmp_path / "file"
     save(CONTENT, path)
-    archive.check(path)
+    archive.verify(path)
     assert torch.equal(torch.load(path)["weight"], CONTENT["weight"])
     whole = path.read_bytes()
     place = whole.index(CONTENT["weight"].numpy().tobytes())
@@ -77,7 +77,7 @@ def test_every_change_of_a_tensor_is_found(save, tmp_path: Path) -> None:
         data[at] ^= 1
         path.write_bytes(data)
         with pytest.raises(CorruptFileError, match=f"{path}' cannot be read"):
-            archive.check(path)
+            archive.verify(path)
 
 
 @pytest.mark.parametrize("save", [archive.save, torch.save])
@@ -88,7 +88,7 @@ def test_a_truncated_file_is_found(save, tmp_path: Path) -> None:
     for length in (0, 3, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:length])
         with pytest.raises(CorruptFileError):
-            archive.check(path)
+            archive.verify(path)
 
 
 class Holder:

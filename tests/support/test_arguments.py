@@ -49,7 +49,7 @@ from lightning_axosparse.support.arguments import (
     check,
     checked,
     list_of,
-    shown,
+    short_repr,
 )
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**30
@@ -361,7 +361,7 @@ def test_the_error_names_the_argument_and_its_value(
     for value in values:
         with pytest.raises(error) as raised:
             make(**{name: value})
-        assert str(raised.value).startswith(f"{name}={shown(value)} must be ")
+        assert str(raised.value).startswith(f"{name}={short_repr(value)} must be ")
         assert type(raised.value) is error
 
 
@@ -386,13 +386,13 @@ def test_every_argument_is_among_them(make: Any) -> None:
 
 
 def test_the_strategy_shows_its_arguments() -> None:
-    shown = signature(AxoSparseStrategy).parameters
-    assert {*shown} == {field.name for field in fields(Config)}
-    assert shown["g_inter"].default == 1
-    assert shown["accelerator"].kind is Parameter.KEYWORD_ONLY
-    assert len({*shown} - {field.name for field in fields(Plugins)}) <= 18
+    parameters = signature(AxoSparseStrategy).parameters
+    assert {*parameters} == {field.name for field in fields(Config)}
+    assert parameters["g_inter"].default == 1
+    assert parameters["accelerator"].kind is Parameter.KEYWORD_ONLY
+    assert len({*parameters} - {field.name for field in fields(Plugins)}) <= 18
     documented = re.findall(r"^        (\w+): ", AxoSparseStrategy.__doc__ or "", re.MULTILINE)
-    assert [name for name in documented if name in shown] == [*shown]
+    assert [name for name in documented if name in parameters] == [*parameters]
     with pytest.raises(TypeError, match="no argument 'stages'"):
         AxoSparseStrategy(stages=2)  # type: ignore[call-arg]
 
@@ -453,10 +453,10 @@ def test_a_kind_tells_of_any_value_whether_it_fits(value: Any) -> None:
 
 
 def test_long_values_are_shortened() -> None:
-    text = shown(torch.arange(10_000.0))
+    text = short_repr(torch.arange(10_000.0))
     assert len(text) == 80
     assert text.endswith("...")
-    assert "\n" not in shown(nn.Sequential(nn.Linear(2, 2)))
+    assert "\n" not in short_repr(nn.Sequential(nn.Linear(2, 2)))
 
 
 def test_a_checked_function_keeps_its_signature_and_its_defaults() -> None:

@@ -137,7 +137,7 @@ def test_layers_of_every_kind_have_the_values_that_they_would_have_had() -> None
     assert torch.equal(drawn, drawn_later)
     parameters = [p for layer in later for p in layer.parameters()]
     assert all(parameter.is_meta for parameter in parameters)
-    deferred.make_except([])
+    deferred.initialize_except([])
     for one, other in zip(at_once, later, strict=True):
         pairs = zip(one.named_parameters(), other.named_parameters(), strict=True)
         for (name, here), (name_there, there) in pairs:
@@ -162,7 +162,7 @@ def test_operators_have_the_results_that_they_would_have_had() -> None:
     deferred = DeferredInit()
     later, drawn_later = made(tensors, deferred)
     assert torch.equal(drawn, drawn_later)
-    deferred.make_except([])
+    deferred.initialize_except([])
     for here, there in zip(at_once, later, strict=True):
         assert_same(here, there)
 
@@ -172,7 +172,7 @@ def test_what_is_left_out_stays_without_memory_and_changes_nothing_else() -> Non
     deferred = DeferredInit()
     later, _ = made(layers, deferred)
     left_out = [*later[0].parameters(), *later[8].parameters()]
-    deferred.make_except(left_out)
+    deferred.initialize_except(left_out)
     assert all(parameter.is_meta for parameter in left_out)
     for index in (1, 6, 7, 9, 16):
         for here, there in zip(at_once[index].parameters(), later[index].parameters(), strict=True):
@@ -184,7 +184,7 @@ def test_a_view_of_a_made_tensor_is_a_view_of_it_still() -> None:
     with deferred:
         whole = torch.zeros(6)
         part = whole[2:4]
-    deferred.make_except([])
+    deferred.initialize_except([])
     whole.fill_(7)
     assert part.tolist() == [7, 7]
 
@@ -210,7 +210,7 @@ def held_in_many_ways() -> Any:
 def test_no_tensor_that_there_is_stays_without_values(build: Callable[[], Any]) -> None:
     deferred = DeferredInit()
     held, _ = made(build, deferred)
-    deferred.make_except([])
+    deferred.initialize_except([])
     there = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     assert held
     assert not [tuple(each.shape) for each in there if deferred.device_of(each) is not None]
@@ -234,7 +234,7 @@ def test_a_tensor_that_was_asked_for_on_the_meta_device_stays_there() -> None:
         asked = torch.empty(3, device="meta")
         with torch.device("meta"):
             layer = nn.Linear(2, 2)
-    deferred.make_except([])
+    deferred.initialize_except([])
     assert asked.is_meta
     assert layer.weight.is_meta
 
@@ -252,7 +252,7 @@ def test_a_source_that_changes_after_it_was_copied_is_refused() -> None:
         weight = torch.empty(3).copy_(source)
     source.add_(1)
     with pytest.raises(RuntimeError, match="Give `copy_` a clone"):
-        deferred.make_except([])
+        deferred.initialize_except([])
     assert weight.is_meta
 
 
@@ -262,7 +262,7 @@ def test_a_gradient_hook_that_would_be_lost_is_refused() -> None:
         layer = nn.Linear(2, 2)
         layer.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(RuntimeError, match="Register the hook in `on_fit_start`"):
-        deferred.make_except([])
+        deferred.initialize_except([])
 
 
 def test_errors_of_the_code_are_those_that_it_would_have_raised() -> None:
@@ -281,9 +281,9 @@ def test_weights_of_a_file_are_loaded(tmp_path: Path, mapped: bool, weights_only
         module.load_state_dict(torch.load(path, mmap=mapped, weights_only=weights_only))
     weight = module.weight
     assert weight.is_meta
-    deferred.make(weight)
+    deferred.initialize(weight)
     assert module.bias.is_meta
-    deferred.make_except([module.bias])
+    deferred.initialize_except([module.bias])
     assert module.weight is weight
     assert torch.equal(weight, saved.weight)
     assert module.bias.is_meta

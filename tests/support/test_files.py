@@ -19,7 +19,7 @@ from lightning_axosparse import Ticket, save_safetensors, sparsify
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from lightning_axosparse.support.files import (
     clear_partials,
-    keep_sockets_in,
+    put_sockets_in,
     remove_orphans,
     replacing,
     temporary_folder,
@@ -104,7 +104,7 @@ def rank(folder: Path, connection: Any) -> None:
     """A process whose child, such as a worker of a loader, makes a socket."""
     tempfile.tempdir = str(folder)
     process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
-    keep_sockets_in()
+    put_sockets_in()
     ours, theirs = FORK.Pipe()
     FORK.Process(target=child, args=[theirs], daemon=True).start()
     connection.send(ours.recv())
@@ -138,5 +138,5 @@ def test_names_of_sockets_are_not_too_long(length: int, monkeypatch: pytest.Monk
     settings: dict[str, Any] = {}
     monkeypatch.setattr(process.current_process(), "_config", settings)
     with temporary_folder() as folder:
-        keep_sockets_in(folder / ("x" * length))
+        put_sockets_in(folder / ("x" * length))
     assert ("tempdir" in settings) == (length == 10)

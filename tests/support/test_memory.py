@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_axosparse import sparsify
 from lightning_axosparse.support import memory
 from lightning_axosparse.support.memory import (
-    SMALLEST,
+    MIN_NUMPY_BYTES,
     available_bytes,
     free_bytes,
     map_larger_blocks,
@@ -96,7 +96,7 @@ def test_what_the_allocator_of_a_gpu_keeps_is_free(monkeypatch: pytest.MonkeyPat
     assert free_bytes(torch.device("cuda:0"), 1) == 1200
 
 
-SHAPES = [(), (3,), (5, 0), (SMALLEST // 4,), (7, 33, 211)]
+SHAPES = [(), (3,), (5, 0), (MIN_NUMPY_BYTES // 4,), (7, 33, 211)]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -119,10 +119,10 @@ def test_zeros_are_zero(shape: tuple[int, ...]) -> None:
 
 
 def test_the_memory_lives_as_long_as_the_tensor() -> None:
-    tensors = [reusable_zeros((SMALLEST,)).fill_(i) for i in range(8)]
+    tensors = [reusable_zeros((MIN_NUMPY_BYTES,)).fill_(i) for i in range(8)]
     views = [tensor[-5:] for tensor in tensors]
     del tensors
-    others = [reusable_zeros((SMALLEST,)) for _ in range(8)]
+    others = [reusable_zeros((MIN_NUMPY_BYTES,)) for _ in range(8)]
     assert [float(view.mean()) for view in views] == list(range(8))
     assert not any(other.any() for other in others)
 
@@ -137,9 +137,9 @@ def test_what_leaves_an_autograd_function_may_be_changed_in_place() -> None:
         def backward(ctx, gradient: Tensor) -> Tensor:
             return gradient
 
-    source = torch.ones(SMALLEST, requires_grad=True)
+    source = torch.ones(MIN_NUMPY_BYTES, requires_grad=True)
     Copy.apply(source).mul_(3).sum().backward()
-    assert torch.equal(source.grad, torch.full((SMALLEST,), 3.0))
+    assert torch.equal(source.grad, torch.full((MIN_NUMPY_BYTES,), 3.0))
 
 
 def test_a_mode_that_observes_operators_sees_what_is_allocated() -> None:
@@ -151,7 +151,7 @@ def test_a_mode_that_observes_operators_sees_what_is_allocated() -> None:
             return seen[-1]
 
     with Observer():
-        tensor = reusable_empty((SMALLEST,))
+        tensor = reusable_empty((MIN_NUMPY_BYTES,))
     assert tensor.data_ptr() in {made.data_ptr() for made in seen}
 
 

@@ -12,17 +12,17 @@ from lightning_axosparse.support.trace import Clock, Span, now
 def test_totals_grow_always_and_spans_are_kept_while_recording() -> None:
     clock = Clock()
     clock.add("forward", 1.0, 3.0)
-    clock.record()
+    clock.start_recording()
     clock.add("forward", 4.0, 4.5, stage=1, microbatch=2)
     with pytest.raises(ValueError, match="inside"), clock.span("wait", stage=1):
         raise ValueError("inside")
-    first, second = clock.recorded()
+    first, second = clock.stop_recording()
     clock.add("forward", 5.0, 6.0)
     assert first == Span("forward", 4.0, 4.5, 1, 2)
     assert (second.activity, second.stage, second.microbatch) == ("wait", 1, None)
     assert clock.totals["forward"] == 3.5
     assert clock.totals["wait"] == second.end - second.start
-    assert clock.recorded() == []
+    assert clock.stop_recording() == []
 
 
 class Slow(dict):
@@ -37,7 +37,7 @@ class Slow(dict):
 def test_no_thread_loses_what_another_adds() -> None:
     clock = Clock()
     clock.totals = Slow()
-    clock.record()
+    clock.start_recording()
     threads = [
         Thread(target=lambda: [clock.add("densify", 0, 1) for _ in range(5)]) for _ in range(8)
     ]
@@ -45,7 +45,7 @@ def test_no_thread_loses_what_another_adds() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert clock.totals["densify"] == len(clock.recorded()) == 40
+    assert clock.totals["densify"] == len(clock.stop_recording()) == 40
 
 
 def test_a_corrected_clock_of_the_host_changes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

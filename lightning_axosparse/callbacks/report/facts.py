@@ -1,4 +1,4 @@
-"""Holds what a run measured, as plain values: all of it, and its final numbers."""
+"""The measurements of a run as plain values: those of every rank and step, and the final ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ TimePart = Literal["compute", "waiting", "all-reduce", "optimizer", "densify, co
 class Work:
     """Time and memory of one rank in one period of the training.
 
-    ``steps`` are batches, and ``seconds`` their wall time. ``state`` are the bytes of the model
-    state at the end of the period's last epoch, or after its first batch if no epoch ends in it:
-    "weights", "indices", "gradients" and "optimizer". ``peak_in_flight`` has for each stage the
-    most micro-batches in flight at any time; ``in_flight`` is the highest limit.
+    Attributes:
+        steps: number of batches.
+        seconds: their wall time.
+        activities: seconds of each activity.
+        state: bytes of the model state ("weights", "indices", "gradients" and "optimizer") at the
+            end of the period's last epoch, or after its first batch if no epoch ends in it.
+        reduced_bytes: bytes of the gradients in one all-reduce.
+        in_flight: the highest in-flight limit.
+        peak_in_flight: stage -> the most micro-batches in flight at any time.
     """
 
     steps: int = 0
@@ -39,15 +44,15 @@ class Work:
     peak_in_flight: dict[int, int] = field(default_factory=dict)
 
     def add(
-        self, seconds: float, spent: Mapping[Activity, float], in_flight: Mapping[int, int]
+        self, seconds: float, activities: Mapping[Activity, float], in_flight: Mapping[int, int]
     ) -> None:
-        """Count one more batch: its seconds, those of each activity, and what stages held."""
+        """Count one more batch: its seconds, those of each activity, and the stages' peaks."""
         self.steps += 1
         self.seconds += seconds
-        for activity, time in spent.items():
+        for activity, time in activities.items():
             self.activities[activity] = self.activities.get(activity, 0.0) + time
-        for stage, held in in_flight.items():
-            self.peak_in_flight[stage] = max(held, self.peak_in_flight.get(stage, 0))
+        for stage, peak in in_flight.items():
+            self.peak_in_flight[stage] = max(peak, self.peak_in_flight.get(stage, 0))
 
     @property
     def state_bytes(self) -> int:
@@ -55,15 +60,19 @@ class Work:
         return sum(self.state.values())
 
     def seconds_per_step(self) -> dict[TimePart, float]:
-        """Return the seconds of each part of the mean step; their sum is the whole step."""
-        spent = defaultdict[Activity, float](float, self.activities)
-        swapping = spent["densify"] + spent["compress"]
+        """Return the mean seconds of each part of a step; their sum is the time of a step.
+
+        Densifying and compressing happen within passes: of 10 ms of passes with 2 ms of densifying,
+        8 ms are "compute" and 2 ms are "densify, compress". "other" is the remaining time.
+        """
+        total = defaultdict[Activity, float](float, self.activities)
+        converting = total["densify"] + total["compress"]
         seconds: dict[TimePart, float] = {
-            "compute": sum(spent[name] for name in PASSES) - swapping,
-            "waiting": spent["wait"],
-            "all-reduce": spent["all-reduce"],
-            "optimizer": spent["optimizer"],
-            "densify, compress": swapping,
+            "compute": sum(total[name] for name in PASSES) - converting,
+            "waiting": total["wait"],
+            "all-reduce": total["all-reduce"],
+            "optimizer": total["optimizer"],
+            "densify, compress": converting,
         }
         seconds["other"] = self.seconds - sum(seconds.values())
         return {part: value / max(1, self.steps) for part, value in seconds.items()}
@@ -71,10 +80,10 @@ class Work:
 
 @dataclass
 class RankFacts:
-    """One rank's place in the grid at the end of the run, and what it has measured.
+    """One rank's position in the grid at the end of the run, and its measurements.
 
-    ``losses`` has the loss of each batch; ``tokens`` counts the text on which it has trained as
-    first stage.
+    ``losses`` has the loss of each batch; ``tokens`` is the number of tokens of the batches that
+    the rank has trained on as first stage.
     """
 
     rank: int
@@ -103,8 +112,9 @@ class ValidationLoss:
 class TicketDraw:
     """The pruning by a ticket, and when the ticket was drawn.
 
-    ``step`` is None if it was there from the start; ``channels`` has the channels of each layer
-    before and after, where channels were pruned.
+    ``sparsity`` has the pruned fraction of each weight, ``density`` the unpruned fraction of all.
+    ``step`` is None if the ticket was given. ``channels`` has the channels of each layer before and
+    after, for a ticket of channels.
     """
 
     pruning_ratio: float
@@ -118,9 +128,9 @@ class TicketDraw:
 class RunFacts:
     """All facts of a run.
 
-    ``steps`` are the optimizer steps at the end of each batch, ``distances`` the mask distances
-    after so many steps, ``parameters`` those before pruning. ``about`` says what has run, and on
-    what.
+    ``steps`` has the number of optimizer steps at the end of each batch, ``distances`` the mask
+    distance after a number of steps. ``parameters`` is their number before pruning. ``about`` has
+    the command, the model, the grid, the seed, the versions and the date.
     """
 
     ranks: list[RankFacts]
@@ -136,8 +146,8 @@ class RunFacts:
     about: dict[str, str] = field(default_factory=dict)
 
     @property
-    def tokens_a_parameter(self) -> float:
-        """The tokens of the training batches for each parameter; 0 if they have no text."""
+    def tokens_per_parameter(self) -> float:
+        """The tokens of all training batches, divided by the parameters; 0 for other data."""
         return sum(rank.tokens for rank in self.ranks) / max(1, self.parameters)
 
     @property
@@ -158,11 +168,11 @@ class RunFacts:
         return self.validations[-1] if self.validations else None
 
     def waiting(self, period: Period) -> float | None:
-        """Return the fraction of a period's time that the ranks waited for messages."""
+        """Return the fraction of a period in which ranks waited for messages; None if none ran."""
         works = [rank.work[period] for rank in self.ranks if period in rank.work]
         seconds = sum(work.seconds for work in works)
-        waited = sum(work.activities.get("wait", 0.0) for work in works)
-        return waited / seconds if seconds else None
+        waiting = sum(work.activities.get("wait", 0.0) for work in works)
+        return waiting / seconds if seconds else None
 
     def save(self, path: Path) -> None:
         """Write the facts and the quantities derived from them as JSON."""
@@ -170,7 +180,7 @@ class RunFacts:
         dense, final = self.dense_validation, self.final_validation
         content |= {
             "losses": self.losses,
-            "tokens_a_parameter": self.tokens_a_parameter,
+            "tokens_per_parameter": self.tokens_per_parameter,
             "dense_at_draw": dense and quality(dense.loss, dense.accuracy),
             "final": final and quality(final.loss, final.accuracy),
             "test": self.test_loss and quality(self.test_loss, self.test_accuracy),
@@ -184,24 +194,24 @@ class RunFacts:
 
 
 def quality(loss: float, accuracy: float | None = None) -> dict[str, float]:
-    """Return a mean loss in the units in which models are compared; that of text is in nats."""
+    """Return a mean loss with the accuracy, if there is one, else in the units for text."""
     if accuracy is not None:
         return {"loss": loss, "accuracy": accuracy}
     return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": loss / math.log(2)}
 
 
 def perplexity(loss: float) -> float:
-    """Return the perplexity of a mean loss in nats; infinite where training has diverged."""
+    """Return the perplexity of a mean loss in nats; infinity for a loss that has diverged."""
     return math.exp(loss) if loss < 700 else loss * math.inf
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The final numbers of a run, and the settings that it was made of.
+    """The final numbers of a run, and its settings.
 
-    Losses are in nats per byte; that of training is the last batch's, the mean over the replicas.
-    What has no data is None, such as an accuracy of a model that does not classify. The last three
-    numbers are those of each rank, with dense and with sparse weights.
+    Losses are in nats per byte. ``train_loss`` is that of the last batch, averaged over replicas.
+    A number without data is None, such as the accuracy of a model that does not classify.
+    ``state_bytes``, ``reduced_bytes`` and ``step_seconds`` have one number per rank.
     """
 
     steps: int
@@ -248,7 +258,7 @@ class RunResult:
 
     @property
     def period(self) -> Period:
-        """How the weights were stored at the end."""
+        """The last period of the training."""
         return "sparse" if "sparse" in self.state_bytes else "dense"
 
     @property
@@ -291,7 +301,7 @@ def _checksum(content: Mapping[str, Any]) -> int:
 
 
 def _by_period(ranks: list[RankFacts], number: Callable[[Work], Any]) -> dict[Period, list[Any]]:
-    """Return a number of each rank in each period that there was."""
+    """Return a number of each rank, for each period of the training."""
     periods = {period: None for rank in ranks for period in rank.work}
     return {
         period: [number(rank.work[period]) for rank in ranks if period in rank.work]

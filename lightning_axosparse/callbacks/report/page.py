@@ -22,21 +22,21 @@ from lightning_axosparse.callbacks.timeline import RecordedStep, gantt
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
 
-_PICTURES = 48
-"""The most masks that are shown."""
+_MAX_MASKS = 48
+"""Further masks are not shown."""
 
-_PIXELS = 64
-"""The most of a mask's picture, along each side."""
+_MAX_PIXELS = 64
+"""Along each side of a mask's picture."""
 
 
 def html(facts: RunFacts, plots: Sequence[str], masks: Sequence[str] = ()) -> str:
-    """Return the page of a run; its plots and the masks of its ticket are blocks of HTML."""
+    """Return the page of a run, with blocks of HTML for its plots and the masks of its ticket."""
     return page(
         "Training report", [table(about(facts)), *plots, *map(table, sections(facts)), *masks]
     )
 
 
-def pictures(ticket: Ticket | ChannelTicket | None) -> list[str]:
+def mask_pictures(ticket: Ticket | ChannelTicket | None) -> list[str]:
     """Return a block with a picture of each mask of a ticket, if it has masks.
 
     The darker a pixel, the more of its entries are unpruned.
@@ -44,7 +44,7 @@ def pictures(ticket: Ticket | ChannelTicket | None) -> list[str]:
     if not isinstance(ticket, Ticket):
         return []
     figures = []
-    for name in islice(ticket.masks, _PICTURES):
+    for name in islice(ticket.masks, _MAX_MASKS):
         mask = ticket.masks[name]
         caption = f"<figcaption>{escape(name)}<br>{' x '.join(map(str, mask.shape))}</figcaption>"
         figures.append(
@@ -57,9 +57,9 @@ def pictures(ticket: Ticket | ChannelTicket | None) -> list[str]:
 
 
 def _png(mask: Tensor) -> bytes:
-    """Return a mask, as a matrix of its first dimension and the others, in few grey pixels."""
+    """Return a grey picture of a mask; a row is an index of the first dimension."""
     matrix = mask.reshape(len(mask), -1)
-    rows, columns = (min(_PIXELS, size) for size in matrix.shape)
+    rows, columns = (min(_MAX_PIXELS, size) for size in matrix.shape)
     pooled = adaptive_avg_pool2d(matrix.float()[None], (rows, columns))[0]
     file = io.BytesIO()
     imsave(file, (1 - pooled).numpy(), cmap="gray", vmin=0, vmax=1, format="png")
@@ -80,7 +80,7 @@ figcaption { font-size: 13px } figure.masks img { image-rendering: pixelated; wi
 
 
 def page(title: str, blocks: Sequence[str]) -> str:
-    """Return a whole page of blocks of HTML."""
+    """Return a page of blocks of HTML."""
     phone = '<meta name="viewport" content="width=device-width">'
     head = f'<meta charset="utf-8">{phone}<title>{escape(title)}</title><style>{_STYLE}</style>'
     body = [f"<h1>{escape(title)}</h1>", *blocks]
@@ -89,7 +89,7 @@ def page(title: str, blocks: Sequence[str]) -> str:
 
 
 def table(section: Section) -> str:
-    """Return one table below its title."""
+    """Return a section as HTML: its title and its table."""
     head = "".join(f"<th>{escape(column)}</th>" for column in section.columns)
     rows = "\n".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
@@ -99,7 +99,7 @@ def table(section: Section) -> str:
 
 
 def figure(name: str, plot: Figure) -> str:
-    """Return a plot as an SVG that is part of the page, with its words as text."""
+    """Return a plot as HTML: an SVG inside the page, in which words are text."""
     file = io.BytesIO()
     with rc_context({"svg.fonttype": "none"}):
         plot.savefig(file, format="svg", metadata={"Date": None})
@@ -123,14 +123,14 @@ def plots(facts: RunFacts, steps: Sequence[RecordedStep]) -> dict[str, Figure]:
         color="#f58518",
         label="validation",
     )
-    _finish(axes, facts)
+    _finish_axes(axes, facts)
     if facts.distances:
         figures["mask_distance"], axes = _figure("Distance to earlier masks", "distance")
         axes.plot(*zip(*facts.distances.items(), strict=True), "o-", label="mask distance")
         if facts.threshold is not None:
             axes.axhline(facts.threshold, color="grey", linestyle=":", label="threshold")
         axes.set_ylim(bottom=0)
-        _finish(axes, facts)
+        _finish_axes(axes, facts)
     if steps:
         figures["gantt"] = gantt(steps)
     return figures
@@ -143,11 +143,11 @@ def _figure(title: str, ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _finish(axes: Axes, facts: RunFacts) -> None:
-    """Mark the draw, if it was in this run, explain the lines, begin axes at round numbers."""
+def _finish_axes(axes: Axes, facts: RunFacts) -> None:
+    """Mark the draw of this run, set the limits of the axes, and add the legend."""
     if facts.draw and facts.draw.step is not None:
         axes.axvline(facts.draw.step, color="#54a24b", linestyle="--", label="ticket drawn")
-    low, *_, high = axes.get_yticks()  # One beyond each end, so that no line is on the frame.
+    low, *_, high = axes.get_yticks()  # These are beyond the data, so no line is on the frame.
     axes.set(ylim=(low, high))
     axes.set_xlim(left=0)
     axes.legend(frameon=False)

@@ -47,10 +47,10 @@ from lightning_axosparse.support.trace import Activity, clock
 
 @dataclass
 class _Measurements:
-    """What this rank has measured since the start of fit."""
+    """The measurements of this rank since the start of fit; ``recent`` is since the last log."""
 
     work: dict[Period, Work] = field(default_factory=dict)
-    recent: Work = field(default_factory=Work)  # since the loggers got the last numbers
+    recent: Work = field(default_factory=Work)
     losses: list[Tensor] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     validations: list[ValidationLoss] = field(default_factory=list)
@@ -59,7 +59,7 @@ class _Measurements:
 
 @dataclass(frozen=True)
 class _Instant:
-    """The time, the clock's totals, the period and the change of grid, if any, at one moment."""
+    """The time, the period, the clock's totals, and the regrid, if any, at one moment."""
 
     seconds: float
     period: Period
@@ -76,23 +76,26 @@ class TrainingReport(L.Callback):
     """Writes the losses, times and memory of a training, before and after the draw.
 
     At the end of ``fit``, and again after ``test``, the folder contains ``report.json``,
-    ``report.html`` (all of it in one file that needs no other), the plots ``loss.png``,
+    ``report.html`` (one file with tables, plots and masks), the plots ``loss.png``,
     ``mask_distance.png`` and, with a :class:`PipelineTimeline` in the trainer, ``gantt.png``, and
     the ticket as ``ticket.pt``, if one was drawn or given. :attr:`facts` has the same as objects.
 
-    The trainer's loggers get, while it trains: every ``log_every_n_steps`` batches the seconds of a
-    batch and where they went (``seconds_per_batch/waiting`` is the pipeline's bubble), as the mean
-    over the ranks, the most micro-batches that a stage held (``in_flight``), and the bytes of
-    gradients in an all-reduce (``reduced_bytes``, over all ranks); at the first step, and at the
-    first after the draw, the bytes of the model state over all ranks (``state_bytes``) and what is
-    kept of each pruned weight (``density/NAME``); at the end the plots, where they take images.
+    The trainer's loggers get:
+
+    - every ``log_every_n_steps`` batches: the seconds of a batch and of its parts, averaged over
+      the ranks (``seconds_per_batch/waiting`` is the pipeline's bubble), the most micro-batches in
+      flight on a stage (``in_flight``), and the bytes of gradients in an all-reduce, summed over
+      the ranks (``reduced_bytes``);
+    - after the first step, and after the first with a ticket: the bytes of the model state, summed
+      over the ranks (``state_bytes``), and the density of each pruned weight (``density/NAME``);
+    - at the end: the plots, if the logger takes images.
 
     Args:
         folder: output folder; None: the trainer's ``default_root_dir``.
-        val_loss: name of the logged validation loss; of a language model, a mean in nats per byte.
+        val_loss: name of the logged validation loss; for a language model, a mean in nats per byte.
         test_loss: name of the logged test loss.
         val_accuracy: name of the logged validation accuracy of a model that classifies; the report
-            then has accuracies in the place of perplexity and bits per byte.
+            then has accuracies instead of perplexity and bits per byte.
         test_accuracy: name of the logged test accuracy.
 
     Raises:
@@ -125,14 +128,15 @@ class TrainingReport(L.Callback):
         self.facts: RunFacts | None = None
         self._measured = _Measurements()
         self._plots: list[str] = []
-        """The plots and the pictures of masks, as blocks of the page."""
+        """Plots, as blocks of the page."""
         self._masks: list[str] = []
+        """Pictures of masks, as blocks of the page."""
         self._started: _Instant | None = None
         self._parameters = 0
 
     @override
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if stage == "fit":  # while the module is whole and dense
+        if stage == "fit":  # Later, the module is sharded, and weights may be sparse.
             self._parameters = sum(parameter.numel() for parameter in pl_module.parameters())
 
     @override
@@ -152,26 +156,31 @@ class TrainingReport(L.Callback):
         seconds = now.seconds - start.seconds
         if now.regridded is not None and start.regridded is None:
             seconds -= now.regridded.seconds
-        spent = {name: total - start.totals.get(name, 0.0) for name, total in now.totals.items()}
+        activities = {
+            name: total - start.totals.get(name, 0.0) for name, total in now.totals.items()
+        }
         work = self._measured.work.setdefault(start.period, Work())
-        for counted in (work, self._measured.recent):
-            counted.add(seconds, spent, getattr(trainer.strategy, "peak_in_flight", {}))
+        for each in (work, self._measured.recent):
+            each.add(seconds, activities, getattr(trainer.strategy, "peak_in_flight", {}))
         work.in_flight = max(work.in_flight, getattr(trainer.strategy, "in_flight", 0))
-        # Not read yet: on a GPU that would wait for the step to end.
+        # A tensor: to read its value, a GPU would have to end the step first.
         self._measured.losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
         self._measured.steps.append(trainer.global_step)
         grid = grid_of(trainer)
         if grid.stage == 0:
             self._measured.tokens += _tokens(batch) / grid.replicas_per_batch
         if self._measured.recent.steps == trainer.log_every_n_steps:  # type: ignore[attr-defined]
-            self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
-            _log_work(trainer, self._measured.recent)
-            self._measured.recent = Work()
+            self._log_recent(trainer)
         if now.period == start.period and (trainer.is_last_batch or work.steps == 1):
             work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             if work.steps == 1:
                 _log_storage(trainer, work.state_bytes)
+
+    def _log_recent(self, trainer: L.Trainer) -> None:
+        self._measured.recent.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
+        _log_work(trainer, self._measured.recent)
+        self._measured.recent = Work()
 
     @override
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -192,8 +201,10 @@ class TrainingReport(L.Callback):
         grid = grid_of(trainer)
         measured = self._measured
         losses = [float(loss) for loss in measured.losses]
-        own = RankFacts(grid.rank, grid.stage, grid.replica, measured.work, losses, measured.tokens)
-        ranks = all_gather(own, dist.group.WORLD)
+        local = RankFacts(
+            grid.rank, grid.stage, grid.replica, measured.work, losses, measured.tokens
+        )
+        ranks = all_gather(local, dist.group.WORLD)
         self.facts = RunFacts(ranks, measured.steps, measured.validations)
         self.facts.regrid = _regridded(trainer)
         self.facts.parameters = self._parameters
@@ -220,9 +231,14 @@ class TrainingReport(L.Callback):
                 self._write(trainer)
 
     def _draw_pictures(self, trainer: L.Trainer) -> list[str]:
-        """Draw what the training has measured, and save the ticket; return the plots' files."""
+        """Draw plots and masks, and save the plots and the ticket; return the plots' files."""
         # matplotlib takes long to import, and only this rank needs it.
-        from lightning_axosparse.callbacks.report.page import figure, pictures, plots, save_plots
+        from lightning_axosparse.callbacks.report.page import (
+            figure,
+            mask_pictures,
+            plots,
+            save_plots,
+        )
 
         assert self.facts is not None
         folder = folder_of(trainer, self.folder)
@@ -234,7 +250,7 @@ class TrainingReport(L.Callback):
             ticket.save(folder / "ticket.pt")
         figures = plots(self.facts, steps)
         self._plots = [figure(name, plot) for name, plot in figures.items()]
-        self._masks = pictures(ticket)
+        self._masks = mask_pictures(ticket)
         return save_plots(figures, folder)
 
     def _write(self, trainer: L.Trainer) -> None:
@@ -248,7 +264,7 @@ class TrainingReport(L.Callback):
 
 
 def _about(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
-    """Say what has run, and on what."""
+    """Return the command, the model, the grid, the seed, the versions and the date."""
     grid = grid_of(trainer)
     program, *arguments = sys.argv
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
@@ -264,7 +280,7 @@ def _about(trainer: L.Trainer, module: L.LightningModule) -> dict[str, str]:
 
 
 def _tokens(batch: Any) -> int:
-    """The tokens of a batch of text: the entries of its first integers of two dimensions."""
+    """Return the tokens of a batch: the entries of its first tensor, if these are 2-D integers."""
     first = next((tensor for tensor in tensors_in(batch) if tensor.dim() >= 2), None)
     is_text = first is not None and first.dim() == 2 and first.dtype in _INTEGERS
     return first.numel() if first is not None and is_text else 0
@@ -293,22 +309,22 @@ def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> Ticket
 
 
 def _log_storage(trainer: L.Trainer, state_bytes: int) -> None:
-    """Log the bytes of the model state over all ranks, and what each pruned layer keeps."""
+    """Log the bytes of the model state over all ranks, and the density of each pruned weight."""
     metrics: dict[str, float] = {"state_bytes": sum(all_gather(state_bytes, dist.group.WORLD))}
     pruning = ticket_callback_of(trainer)
     if pruning is not None and pruning.ticket is not None:
-        pruned = pruning.ticket.layer_sparsity().items()
-        metrics |= {f"density/{name}": 1 - fraction for name, fraction in pruned}
+        sparsity = pruning.ticket.layer_sparsity()
+        metrics |= {f"density/{name}": 1 - pruned for name, pruned in sparsity.items()}
     _log(trainer, metrics)
 
 
 def _log_work(trainer: L.Trainer, work: Work) -> None:
-    """Log where the time of the last batches went, and how many micro-batches stages held."""
+    """Log the time, the micro-batches in flight and the reduced bytes of the last batches."""
     ranks = all_gather(work, dist.group.WORLD)
-    held = [most for rank in ranks for most in rank.peak_in_flight.values()]
+    peaks = [peak for rank in ranks for peak in rank.peak_in_flight.values()]
     metrics = {
         "seconds_per_batch/all": fmean(rank.seconds / rank.steps for rank in ranks),
-        "in_flight": float(max(held, default=0)),
+        "in_flight": float(max(peaks, default=0)),
         "reduced_bytes": float(sum(rank.reduced_bytes for rank in ranks)),
     }
     for part in ranks[0].seconds_per_step():
@@ -323,10 +339,10 @@ def _log(trainer: L.Trainer, metrics: dict[str, float]) -> None:
 
 
 def log_pictures(loggers: Iterable[Any], folder: Path, names: Sequence[str], step: int) -> None:
-    """Give the pictures of the report to the loggers that take images.
+    """Give the plots of the report to the loggers that take images.
 
-    They are loggers with ``log_image``, such as Weights & Biases, and those with an
-    ``experiment.add_image``, such as TensorBoard.
+    These are loggers with ``log_image``, such as Weights & Biases, or ``experiment.add_image``,
+    such as TensorBoard.
     """
     from matplotlib.image import imread
 

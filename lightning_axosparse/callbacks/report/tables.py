@@ -1,4 +1,4 @@
-"""Formats a run's facts as tables, for a terminal and for its page."""
+"""The tables of a report, for the terminal and for its page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Section:
 
 
 def terminal(tables: Sequence[Section]) -> Group:
-    """Return tables that rich prints."""
+    """Return the tables as an object that rich prints."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -50,13 +50,13 @@ def terminal(tables: Sequence[Section]) -> Group:
 
 
 def about(facts: RunFacts) -> Section:
-    """Return what has run, and on what."""
+    """Return the table of the command, the model, the grid, the seed, the versions and the date."""
     return Section("Run", ("", "value"), list(facts.about.items()))
 
 
 def sections(facts: RunFacts) -> list[Section]:
-    """Return the sections of the report in order, without empty ones."""
-    every = [
+    """Return the tables of the report in order, without empty ones."""
+    tables = [
         _quality(facts),
         _length(facts),
         _ticket(facts),
@@ -64,10 +64,10 @@ def sections(facts: RunFacts) -> list[Section]:
         _memory(facts),
         _in_flight(facts),
         _time(facts),
-        _kept(facts),
+        _densities(facts),
         _channels(facts),
     ]
-    return [section for section in every if section.rows]
+    return [section for section in tables if section.rows]
 
 
 def _quality(facts: RunFacts) -> Section:
@@ -75,29 +75,28 @@ def _quality(facts: RunFacts) -> Section:
         "validation, dense, before pruning": facts.dense_validation,
         "validation, at the end": facts.final_validation,
     }
-    found = {data: (each.loss, each.accuracy) for data, each in validations.items() if each}
+    quality = {data: (each.loss, each.accuracy) for data, each in validations.items() if each}
     if facts.test_loss is not None:
-        found["test, at the end"] = facts.test_loss, facts.test_accuracy
-    if any(accuracy is not None for _, accuracy in found.values()):
-        rows = [(data, _percent(a), f"{loss:.4f}") for data, (loss, a) in found.items()]
+        quality["test, at the end"] = facts.test_loss, facts.test_accuracy
+    if any(accuracy is not None for _, accuracy in quality.values()):
+        rows = [(data, _percent(a), f"{loss:.4f}") for data, (loss, a) in quality.items()]
         return Section("Quality", ("data", "accuracy", "loss"), rows)
     units = [
         (data, f"{perplexity(loss):.3f}", f"{loss / math.log(2):.3f}", f"{loss:.4f}")
-        for data, (loss, _) in found.items()
+        for data, (loss, _) in quality.items()
     ]
     return Section("Quality", ("text", "perplexity", "bits per byte", "loss"), units)
 
 
-_LONG = 20
-"""Tokens a parameter of runs in which the cost of pruning is measured (``docs/tickets.md``)."""
+_ENOUGH_TOKENS = 20
+"""Tokens per parameter of runs in which the cost of pruning is measured (``docs/tickets.md``)."""
 
 
 def _length(facts: RunFacts) -> Section:
-    tokens = facts.tokens_a_parameter
+    tokens = facts.tokens_per_parameter
     rows = [("tokens per parameter", f"{tokens:.2g}" if tokens < 10 else f"{tokens:.0f}")]
-    if tokens < _LONG / 2:
-        meaning = f"nothing of quality, which takes {_LONG}: weights have hardly been used"
-        rows.append(("what that shows", meaning))
+    if tokens < _ENOUGH_TOKENS / 2:
+        rows.append(("note", f"too few to judge quality, which takes {_ENOUGH_TOKENS}"))
     return Section("Length of the training", ("", "value"), rows if tokens else [])
 
 
@@ -136,9 +135,9 @@ def _regrid(facts: RunFacts) -> Section:
 
 
 def _memory(facts: RunFacts) -> Section:
-    def row(what: str, rank: RankFacts, held: dict[Period, int]) -> tuple[str, ...]:
+    def row(name: str, rank: RankFacts, sizes: dict[Period, int]) -> tuple[str, ...]:
         place = str(rank.rank), str(rank.stage), str(rank.replica)
-        return *place, what, *(_bytes(held.get(p)) for p in ("dense", "sparse"))
+        return *place, name, *(_bytes(sizes.get(p)) for p in ("dense", "sparse"))
 
     rows = []
     for rank in facts.ranks:
@@ -188,14 +187,14 @@ def _time(facts: RunFacts) -> Section:
     return Section("Where a step's time goes (ms)", ("rank", "weights", "step", *parts), rows)
 
 
-def _kept(facts: RunFacts) -> Section:
+def _densities(facts: RunFacts) -> Section:
     sparsity = facts.draw.sparsity if facts.draw else {}
-    rows = [(name, f"{100 * (1 - removed):.1f} %") for name, removed in sparsity.items()]
-    return Section("What each weight keeps", ("weight", "kept"), rows)
+    rows = [(name, f"{100 * (1 - pruned):.1f} %") for name, pruned in sparsity.items()]
+    return Section("Density of each weight", ("weight", "unpruned"), rows)
 
 
 def _channels(facts: RunFacts) -> Section:
-    """Return the channels of each layer; no rows where none were pruned."""
+    """Return the channels of each layer; no rows if none were pruned."""
     channels = dict(facts.draw.channels) if facts.draw else {}
     if channels:
         before, after = (sum(counts) for counts in zip(*channels.values(), strict=True))
@@ -205,9 +204,9 @@ def _channels(facts: RunFacts) -> Section:
 
 
 def _periods(facts: RunFacts) -> tuple[str, str]:
-    """What the model has in each period."""
+    """Return the titles of the columns of the dense and of the sparse period."""
     shrunk = facts.draw is not None and facts.draw.channels
-    return ("all channels", "kept channels") if shrunk else ("dense weights", "sparse weights")
+    return ("all channels", "fewer channels") if shrunk else ("dense weights", "sparse weights")
 
 
 def _percent(fraction: float | None) -> str:

@@ -1,4 +1,4 @@
-"""Finds out which rank of which MPI job this process is, and whether ranks can be started."""
+"""The MPI job of this process: its rank, its size, and whether ranks can be started or ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-_TASKS = "SLURM_STEP_NUM_TASKS"  # only for the tasks of srun's step, unlike others of Slurm
+_TASKS = "SLURM_STEP_NUM_TASKS"  # Unlike other variables of Slurm, only set for tasks of srun.
 _MANAGERS = ("PMI_", "PMIX_", "PALS_", "OMPI_", "MV2_", "JSM_", "I_MPI_PMI")
 """Prefixes of the variables that a process manager sets for the ranks it starts."""
 # Set for the ranks of a job by Open MPI, MPICH and its derivatives, MVAPICH, jsrun, and srun.
@@ -42,13 +42,13 @@ _SIZE_VARIABLES = (
     _TASKS,
 )
 _SECONDS_TO_PRINT = 0.3
-"""For how long a rank that has said why it ends the job waits before: mpiexec drops what it has not
-printed when it ends the job."""
-_ABORT_SECONDS = 2  # after which a rank whose MPI cannot end the job ends itself
+"""How long a rank waits between its message and the end of the job, when mpiexec would drop
+output that it has not printed yet."""
+_ABORT_SECONDS = 2  # If MPI cannot end the job by then, the rank ends itself.
 _SEGMENT = 1.1
-"""MiB of a rank's part of the segment that MPICH makes of a node."""
+"""MiB of a rank's part of the segment that MPICH creates on a node."""
 
-_unanswered: list[Any] = []  # MPI may still write into their buffers.
+_unanswered: list[Any] = []  # Keeps buffers alive into which MPI may still write.
 _GET_MPI = (
     "Install one with `pip install mpich`, or load your cluster's MPI "
     "module and build mpi4py with it: `pip install --no-binary mpi4py mpi4py`."
@@ -68,9 +68,9 @@ class Placement:
 
 
 def job_size() -> int:
-    """Number of ranks in the MPI job of this process; 1 for a process without a job.
+    """Return the number of ranks in the MPI job of this process; 1 for a process without a job.
 
-    This initializes MPI only under a PMIx launcher, which gives the size to MPI alone.
+    It initializes MPI only under a PMIx launcher, which sets no variable with the size.
     """
     for variable in _SIZE_VARIABLES:
         if variable in os.environ:
@@ -83,13 +83,13 @@ def job_size() -> int:
 
 
 def torchrun_processes() -> int:
-    """Number of processes that torchrun has started, this one among them; 0 if none or one."""
+    """Return the number of processes that torchrun has started; 0 if it is one, or none."""
     size = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     return size if size > 1 else 0
 
 
 def unmanaged_tasks() -> int:
-    """Number of tasks of this Slurm step if no process manager connects them; else 0.
+    """Return the number of tasks of this Slurm step if no process manager connects them; else 0.
 
     Only an MPI built for Slurm's old PMI-1 connects such tasks.
     """
@@ -99,14 +99,14 @@ def unmanaged_tasks() -> int:
 
 
 def world_communicator() -> MPI.Intracomm:
-    """The communicator of all ranks of the job; the first call initializes MPI."""
+    """Return the communicator of all ranks of the job; the first call initializes MPI."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
 
 
 def check_connected() -> None:
-    """Check that MPI connects all processes that were started together; the same on every rank."""
+    """Check that MPI connects all processes that were started together."""
     if job_size() == 1:
         if processes := torchrun_processes():
             raise MisconfigurationException(
@@ -117,7 +117,7 @@ def check_connected() -> None:
             )
         return
     if "mpi4py.MPI" not in sys.modules and "MPI_LOCALNRANKS" in os.environ:
-        # Other ranks of the node, which may be faster, have taken what is not in the segment.
+        # Faster ranks of the node may have taken all but their parts of the segment already.
         check_room(int(os.environ["MPI_LOCALNRANKS"]), once=0.0, each=_SEGMENT)
     from mpi4py import MPI
 
@@ -128,8 +128,8 @@ def check_connected() -> None:
         raise MisconfigurationException(
             f"srun started {job_size()} tasks, but MPI connects {connected} of them: the tasks "
             "know nothing of each other. To train on them together, start them with `srun "
-            "--mpi=pmi2 -K ...`; `srun --mpi=list` shows what this Slurm offers in the place of "
-            "pmi2, and `-K` ends all ranks when one fails." + see("starting-ranks")
+            "--mpi=pmi2 -K ...`; `srun --mpi=list` shows the alternatives to pmi2 of this Slurm, "
+            "and `-K` ends all ranks when one fails." + see("starting-ranks")
         )
     raise MisconfigurationException(
         f"{job_size()} processes were started, but MPI connects {connected} of them. The "
@@ -141,7 +141,7 @@ def check_connected() -> None:
 
 @cache  # A process stays the same rank.
 def placement() -> Placement:
-    """The rank of this process in its job; the first call is collective over all ranks."""
+    """Return the placement of this process; the first call is collective over all ranks."""
     if job_size() == 1:
         return Placement()
     check_connected()
@@ -225,7 +225,7 @@ class MPIJobEnvironment(ClusterEnvironment):
 
 
 def find_mpiexec() -> str | None:
-    """The mpiexec in the folder of this Python (an MPI from PyPI), else the one on PATH."""
+    """Return the mpiexec in the folder of this Python (an MPI from PyPI), else the one on PATH."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
 
@@ -238,7 +238,7 @@ def check_can_start(ranks: int) -> None:
 
 @cache  # The check starts a process.
 def _library_found() -> str:
-    """The version of the MPI library, as it names itself."""
+    """Return the version text of the MPI library."""
     if find_mpiexec() is None:
         raise MisconfigurationException(
             "Several ranks were asked for, but there is no `mpiexec` to start them: neither beside "
@@ -273,9 +273,11 @@ def limited_threads() -> Iterator[None]:
 
 
 def all_arrive(place: Sequence[int], seconds: float) -> bool:
-    """Whether all ranks of the job call this within some seconds of one another, at one place.
+    """Return whether all ranks of the job call this within some seconds, with the same ``place``.
 
-    The place is said by integers, as many on all ranks.
+    Args:
+        place: integers, equally many on all ranks.
+        seconds: how long to wait for the other ranks.
     """
     own = np.array(place, dtype=np.int64)
     everyone = np.empty((placement().world_size, len(own)), dtype=np.int64)
@@ -289,14 +291,14 @@ def all_arrive(place: Sequence[int], seconds: float) -> bool:
 
 
 def abort_job(exception: BaseException) -> None:
-    """Print on stderr which rank failed and why, and end all ranks of the job.
+    """Print the rank and the exception to stderr, and end all ranks of the job.
 
     In a process without a job, do nothing.
     """
     if job_size() == 1:
         return
     sys.stdout.flush()
-    this_rank().rank = world_communicator().rank  # It may have failed before its place was known.
+    this_rank().rank = world_communicator().rank  # It may have failed before this was set.
     trace = "".join(traceback.format_exception(exception))
     print(f"Failed on {this_rank().name}:\n{trace}", file=sys.stderr)
     sys.stderr.flush()
@@ -310,4 +312,4 @@ def abort() -> None:
     last_resort.daemon = True
     last_resort.start()
     world_communicator().Abort(1)
-    os._exit(1)  # MPICH's may return where two ranks call it.
+    os._exit(1)  # MPICH's Abort may return if two ranks call it.

@@ -1,4 +1,4 @@
-"""Looks after what MPICH leaves to its users: files of shared memory, and the ends of ranks."""
+"""Handles two things that MPICH does not: files of shared memory, and ranks that end early."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FOLDER = Path("/dev/shm")
 _PREFIX = "/dev/shm/mpich_shm_"
 
 _ONCE, _EACH = 9.5, 5.3
-"""MiB that MPICH takes when it starts, at most, once and for each rank (measured; UCX)."""
+"""MiB of shared memory that MPICH needs to start, once and for each rank (measured with UCX)."""
 
 _START_SECONDS = 600
 """No MPI takes so long to start."""
 
 _CONNECTION = "PMI_FD"
-"""The environment variable with the number of the file by which a rank is connected."""
-_HOLD = "read line; sleep 5"  # Its input ends with the rank.
+"""The environment variable with the file descriptor that connects a rank to its proxy."""
+_HOLD = "read line; sleep 5"  # `read` returns when the rank ends.
 
 
 def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
@@ -47,8 +47,8 @@ def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
     if free < needed:
         raise MisconfigurationException(
             f"The shared memory of this node, {_FOLDER}, has {free:.1f} of {size:.1f} MiB free, "
-            f"and MPI needs {needed:.1f} MiB to start {ranks} ranks. Remove what is not in use "
-            "there, or make it larger: `docker run --shm-size=1g`, `mount -o remount,size=1g "
+            f"and MPI needs {needed:.1f} MiB to start {ranks} ranks. Remove unused files there, "
+            "or make it larger: `docker run --shm-size=1g`, `mount -o remount,size=1g "
             f"{_FOLDER}`." + see("starting-ranks")
         )
 
@@ -56,14 +56,15 @@ def check_room(ranks: int, once: float = _ONCE, each: float = _EACH) -> None:
 def remove_leftovers() -> None:
     """Remove segments of this user whose job was killed while MPI started.
 
-    Older ones have been opened by all ranks, so those that are in use do not need the name.
+    Only old segments are removed. If one is still in use, all ranks have opened it and do not need
+    its name.
     """
     for path in _FOLDER.glob(f"{Path(_PREFIX).name}*"):
         try:
-            found = path.stat()
-            if found.st_uid == os.getuid() and time.time() - found.st_mtime > _START_SECONDS:
+            status = path.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _START_SECONDS:
                 path.unlink()
-        except OSError:  # another process has removed it
+        except OSError:  # Another process has removed it.
             continue
 
 
@@ -83,12 +84,13 @@ def unlink_segments(world: MPI.Comm) -> None:
 
 
 def hold_files() -> None:
-    """Let a small process hold the files that mpiexec's proxy watches, until this rank has ended.
+    """Start a small process that holds this rank's connection to mpiexec's proxy open.
 
-    As soon as they are closed the proxy ends all ranks, before these can say which one is gone and
-    end the job themselves; where that has left with exit code 0, the job would count as complete.
+    When a connection closes, the proxy ends all ranks before they can report which one is gone; if
+    that one has left with exit code 0, the job would count as complete. The process holds the
+    connection for 5 s after the rank has ended, in which the ranks end the job themselves.
     """
     if this_rank().proxy and _CONNECTION in os.environ:
         files = [int(os.environ[_CONNECTION])]
         holder = subprocess.Popen(["sh", "-c", _HOLD], stdin=subprocess.PIPE, pass_fds=files)
-        atexit.register(holder.kill)  # before MPI ends, which waits for the proxy
+        atexit.register(holder.kill)  # MPI waits for the proxy when it ends.

@@ -2,12 +2,13 @@
 
 An all-reduce is a reduce-scatter and an all-gather without messages: every rank sums its own piece
 of a tensor over the memory of all ranks, and then copies each other piece from the rank that summed
-it. A rank that needs some parts of the sum alone sums these, and copies nothing. Ranks are added in
-their order, so a sum has the same bits whichever rank makes it. In an exchange, each rank takes its
-pieces of what the others have published, of sizes that it alone has to know.
+it. A rank that needs only some parts of the sum sums these, and copies nothing. Ranks are added in
+their order, so a sum has the same bits whichever rank computes it. In an exchange, each rank copies
+the pieces that the others have published for it; only the receiver has to know their sizes.
 
-All ranks process the tensors in the same order. Each has counters that the others can read: how
-many tensors it has published, reduced and gathered. The ranks need no other synchronization.
+All ranks process the tensors in the same order. Each has counters that the others can read: the
+numbers of tensors that it has published, reduced and gathered. There is no other synchronization: a
+rank may reduce tensor 5, for example, as soon as all ranks have published 6 tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from lightning_axosparse.distributed.mpi.shared_memory import (
     Memory,
     arena,
     memory_is_ordered,
-    opened,
+    open_arena,
 )
 from lightning_axosparse.distributed.mpi.work import PROGRESS_ENGINES, MPIWork, copy_all_back
 
@@ -45,7 +46,7 @@ _SUMMED_AS = {
     torch.float64: torch.float64,
 }
 MIN_BYTES = 2**18
-"""MPI reduces smaller tensors in less time."""
+"""MPI is faster for smaller tensors."""
 
 CHUNK = 2**16
 """Elements that are summed over all ranks while they are in the cache."""
@@ -53,8 +54,8 @@ CHUNK = 2**16
 MAX_PENDING = 504
 """Tensors that a rank may publish before all ranks have gathered the first."""
 
-_PUBLISHED, _REDUCED, _GATHERED = range(3)  # indices of the counters
-_OFFSETS = 8  # index behind the counters, from which on the offsets of published tensors are
+_PUBLISHED, _REDUCED, _GATHERED = range(3)  # Indices of the counters.
+_OFFSETS = 8  # Index of the first offset of a published tensor, behind the counters.
 
 
 class Member(NamedTuple):
@@ -65,12 +66,12 @@ class Member(NamedTuple):
 
 
 class _Operation(NamedTuple):
-    """What is to be done with a tensor; both functions take its number.
+    """A tensor, and two functions that are called with its number.
 
     Attributes:
-        tensor: what this rank publishes, 1-D.
-        reduce: what to do once all ranks have published theirs.
-        gather: what to do once all have reduced; None where nothing is left to do then.
+        tensor: the tensor that this rank publishes, 1-D.
+        reduce: called once all ranks have published their tensors.
+        gather: called once all have reduced; None if nothing is left to do then.
     """
 
     tensor: Tensor
@@ -79,9 +80,9 @@ class _Operation(NamedTuple):
 
 
 class NodeCollectives:
-    """The collectives under way in one group; :func:`node_collectives` creates it.
+    """The collectives of one group; :func:`node_collectives` creates it.
 
-    The block with the counters of this rank is allocated as long as this object exists.
+    This object keeps the block with the counters of this rank allocated.
     """
 
     def __init__(self, rank: int, members: Sequence[Member], own: Arena, block: Tensor) -> None:
@@ -94,29 +95,29 @@ class NodeCollectives:
         PROGRESS_ENGINES.add(self)
 
     def suits(self, tensors: Sequence[Tensor], reduce_op: Any) -> bool:
-        """Whether these are to be reduced here: large sums of floating point numbers."""
-        large = all(t.dtype in _SUMMED_AS and t.nbytes >= MIN_BYTES for t in tensors)
-        return large and reduce_op.op == ReduceOp.SUM
+        """Return whether tensors should be reduced here: large sums of floating point numbers."""
+        are_large = all(t.dtype in _SUMMED_AS and t.nbytes >= MIN_BYTES for t in tensors)
+        return are_large and reduce_op.op == ReduceOp.SUM
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> MPIWork:
         """Sum each tensor over all ranks."""
         shared = [self._in_arena(tensor) for tensor in tensors]
-        for tensor, room in zip(tensors, shared, strict=True):
-            if room is not tensor:
-                room.copy_(tensor)
-            self._start(_Operation(room.view(-1), self._sum_piece, self._copy_pieces))
+        for tensor, published in zip(tensors, shared, strict=True):
+            if published is not tensor:
+                published.copy_(tensor)
+            self._start(_Operation(published.view(-1), self._sum_piece, self._copy_pieces))
         finish = partial(copy_all_back, shared, tensors)
         return _NodeWork(partial(self.is_done, self._started), tensors, shared, finish)
 
     def reduce_parts(
         self, outputs: Sequence[Tensor], parts: Sequence[Tensor], tensor: Tensor
     ) -> MPIWork:
-        """Sum some parts of a tensor over all ranks, each of which may need others.
+        """Sum some parts of a tensor over all ranks; each rank may need different parts.
 
         Args:
-            outputs: what the sums are written to, 1-D.
-            parts: for each output, the part of ``tensor`` that is summed: a view of it.
-            tensor: contiguous. Others may read it later than this rank, so it must not change.
+            outputs: 1-D tensors for the sums.
+            parts: for each output, the part of ``tensor`` to sum, as a view.
+            tensor: contiguous. It must not change, as other ranks may read it later than this one.
         """
         shared = self._in_arena(tensor)
         if shared is not tensor:
@@ -132,14 +133,15 @@ class NodeCollectives:
     def exchange(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Sequence[Tensor]]
     ) -> MPIWork:
-        """Fill tensors with those that each rank has for this one.
+        """Send tensors to each rank, and receive tensors from each rank.
 
         Args:
-            outputs: for each rank, tensors of the sizes of what it has, all of one dtype.
-            inputs: for each rank, tensors of that dtype; or a single list, for all of them.
+            outputs: for each rank, tensors for the values that it sends, all of one dtype.
+            inputs: for each rank, tensors of that dtype to send; or a single list, for all ranks.
         """
         ranks, sizes = len(self._members), [sum(t.nbytes for t in each) for each in inputs]
-        head = -(-ranks // 2) * 16  # Where pieces lie for each rank; numbers of 16 bytes follow.
+        # First the offset of each rank's piece, rounded up to 16 bytes, to align the pieces.
+        head = -(-ranks // 2) * 16
         ends = [*accumulate(sizes, initial=head)]
         shared = self._room((ends[-1],), torch.uint8)
         shared[: 8 * ranks].view(torch.int64).copy_(
@@ -161,7 +163,10 @@ class NodeCollectives:
         return self._start_reading(_Operation(shared, take), [t for each in outputs for t in each])
 
     def _start_reading(self, operation: _Operation, outputs: Sequence[Tensor]) -> MPIWork:
-        """Start what is done once this rank has read the others' tensors, whoever reads its own."""
+        """Start an operation that is done on this rank once it has read the others' tensors.
+
+        Others may still read this rank's tensor, which stays allocated until they have.
+        """
         while self._read_by_others and self.is_done(self._read_by_others[0][0]):
             self._read_by_others.popleft()
         self._start(operation)
@@ -174,27 +179,27 @@ class NodeCollectives:
         self.advance()
 
     def advance(self) -> bool:
-        """Do what need not wait for another rank; return whether there was anything to do."""
+        """Do all that is possible without waiting; return whether anything was done."""
         moved = False
         while self._pending and (self._gather() or self._reduce() or self._publish()):
             moved = True
         return moved
 
     def is_done(self, count: int) -> bool:
-        """Whether all ranks have gathered the first ``count`` tensors."""
+        """Return whether all ranks have gathered the first ``count`` tensors."""
         return self._least(_GATHERED) >= count
 
     def _has_gathered(self, count: int) -> bool:
         return int(self._counters[_GATHERED]) >= count
 
     def _in_arena(self, tensor: Tensor) -> Tensor:
-        """Return a tensor, or one of its shape, in memory that the other ranks can read."""
+        """Return ``tensor`` if other ranks can read its memory; else a new one of its shape."""
         if tensor.is_contiguous() and self._own.offset(tensor) >= 0:
             return tensor
         return self._room(tensor.shape, tensor.dtype)
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        # Sizes that are powers of two keep the number of different blocks small.
+        # Powers of two, so that there are few different sizes of blocks.
         size = 1 << (prod(shape) - 1).bit_length()
         block = self._pool.empty((size,), dtype, torch.device("cpu"))
         return block[: prod(shape)].view(*shape)
@@ -235,7 +240,7 @@ class NodeCollectives:
         self._sum(number, start, tensor[start:end])
 
     def _sum(self, number: int, start: int, output: Tensor) -> None:
-        """Sum elements of a tensor from ``start`` on, which may be summed in place."""
+        """Sum elements of a tensor, from ``start`` on, over all ranks; ``output`` may be these."""
         every = [
             self._read(number, rank, start * output.itemsize, output).split(CHUNK)
             for rank in range(len(self._members))
@@ -257,20 +262,20 @@ class NodeCollectives:
                 piece.copy_(self._read(number, rank, start * tensor.itemsize, piece))
 
     def _take(self, number: int, rank: int, targets: Sequence[Tensor]) -> None:
-        """Copy what a rank has published for this one."""
+        """Copy the tensors that a rank has published for this one."""
         start = int(self._read(number, rank, 8 * self._rank, torch.empty(1, dtype=torch.int64)))
         for target in targets:
             target.copy_(self._read(number, rank, start, target).view(target.shape))
             start += target.nbytes
 
     def _read(self, number: int, rank: int, start: int, like: Tensor) -> Tensor:
-        """What a rank has published from a byte on: as many elements as another tensor has."""
+        """Return as many elements as ``like`` has, from byte ``start`` of a rank's tensor."""
         memory, counters = self._members[rank]
         start += int(counters[_OFFSETS + number % MAX_PENDING])
         return torch.from_numpy(memory[start : start + like.nbytes]).view(like.dtype)
 
     def _piece_of(self, rank: int, tensor: Tensor) -> tuple[int, int]:
-        """The first element, and that behind the last, that a rank sums for all."""
+        """Return the range of elements that a rank sums for all."""
         ranks = len(self._members)
         return tensor.numel() * rank // ranks, tensor.numel() * (rank + 1) // ranks
 
@@ -288,12 +293,12 @@ class _NodeWork(MPIWork):
 
 
 def node_collectives(comm: MPI.Intracomm) -> NodeCollectives | None:
-    """Connect the ranks of ``comm``, all of which call it; None if they share no memory."""
-    # A counter says that data have been written, so other ranks must not see it before the data.
+    """Connect the ranks of ``comm``; collective. Return None if they share no memory."""
+    # A counter means that data have been written, so other ranks must not see it before the data.
     own = arena() if memory_is_ordered() else None
     block = None if own is None else own.block(8 * (_OFFSETS + MAX_PENDING)).zero_()
-    mine = None if own is None or block is None else (own.address, own.offset(block))
-    members = _members(comm.allgather(mine))
+    address = None if own is None or block is None else (own.address, own.offset(block))
+    members = _members(comm.allgather(address))
     if not all(comm.allgather(bool(members))):
         return None
     assert own is not None
@@ -302,10 +307,10 @@ def node_collectives(comm: MPI.Intracomm) -> NodeCollectives | None:
 
 
 def _members(addresses: Sequence[tuple[Address, int] | None]) -> list[Member]:
-    """All ranks, by the arenas and offsets of their counters; none if one cannot be read."""
+    """Return all ranks, from the addresses of their counters; none if one cannot be read."""
     members = []
     for entry in addresses:
-        memory = None if entry is None else opened(entry[0])
+        memory = None if entry is None else open_arena(entry[0])
         if entry is None or memory is None:
             return []
         offset = entry[1]

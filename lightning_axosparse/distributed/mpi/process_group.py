@@ -14,11 +14,11 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import AllreduceOptions, FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from lightning_axosparse.distributed.kept_results import collective
+from lightning_axosparse.distributed.collective_results import collective
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.mpi.node_collectives import node_collectives
 from lightning_axosparse.distributed.mpi.work import (
-    FollowedWork,
+    ChainedWork,
     MPIWork,
     ReduceOperation,
     copy_all_back,
@@ -59,8 +59,8 @@ def _nccl_for_cuda(method: Callable[..., MPIWork]) -> Any:
 class MPIProcessGroup(dist.ProcessGroup):
     """The ranks of one MPI communicator as a torch.distributed process group.
 
-    The methods are those that torch.distributed calls; their arguments are its own. NCCL connects
-    the ranks by the store.
+    The methods and their arguments are those that torch.distributed calls. NCCL connects the ranks
+    through the store.
     """
 
     def __init__(self, communicator: MPI.Intracomm, store: Store) -> None:
@@ -82,7 +82,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     @property
     def group_desc(self) -> str:
-        """What the group is for, in words."""
+        """The purpose of the group, in words."""
         return self._desc
 
     def _set_group_name(self, name: str) -> None:
@@ -119,7 +119,7 @@ class MPIProcessGroup(dist.ProcessGroup):
         self._comm.Free()
 
     def _started(self, work: MPIWork) -> MPIWork:
-        # A caller may drop the work, but its buffers have to exist until the operation is done.
+        # Kept here, as buffers must exist until the operation is done, also if the caller drops it.
         for other in list(self._pending):
             other.is_completed()
         work.keep_in(self._pending)
@@ -127,7 +127,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     @_nccl_for_cuda
     def allreduce(self, tensors: list[Tensor], opts: Any) -> MPIWork:
-        """Reduce each tensor over all ranks, in its own memory where that is possible."""
+        """Reduce each tensor over all ranks, in its own memory if possible."""
         if self._node is not None and self._node.suits(tensors, opts.reduceOp):
             return self._node.all_reduce(tensors)
         reduction = ReduceOperation(opts.reduceOp, self.size())
@@ -140,7 +140,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
     @_nccl_for_cuda
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
-        """The same as :meth:`allreduce`."""
+        """Do the same as :meth:`allreduce`."""
         return self.allreduce(tensors, opts)
 
     @_nccl_for_cuda
@@ -231,7 +231,7 @@ class MPIProcessGroup(dist.ProcessGroup):
             pieces = [output.view(-1).tensor_split(self.size()) for output in outputs]
             by_rank = list(zip(*pieces, strict=True))
             return self._node.exchange(by_rank, [[each.reshape(-1) for each in inputs]])
-        # A source may be its rank's piece of the output, which MPI would not read.
+        # Copied, as a source may be this rank's piece of the output, which MPI does not allow.
         sources = [each.clone(memory_format=torch.contiguous_format) for each in inputs]
         buffers = [output.contiguous() for output in outputs]
         requests = [
@@ -319,27 +319,27 @@ class MPIProcessGroup(dist.ProcessGroup):
     def reduce_parts(
         self, outputs: Sequence[Tensor], parts: Sequence[Tensor], tensor: Tensor
     ) -> dist.Work:
-        """Sum those parts of a tensor that this rank needs, to the bits of an all-reduce.
+        """Sum the parts of a tensor that this rank needs, with the same bits as an all-reduce.
 
         Args:
-            outputs: what the sums are written to, 1-D.
-            parts: for each output a view of the part of ``tensor``.
-            tensor: contiguous, of the same size on all ranks; not used afterwards.
+            outputs: 1-D tensors for the sums.
+            parts: for each output, the part of ``tensor`` to sum, as a view.
+            tensor: contiguous, of the same size on all ranks; it may be overwritten.
         """
         if self._node is not None and self._node.suits([tensor], AllreduceOptions().reduceOp):
             work = self._node.reduce_parts(outputs, parts, tensor)
             work.describe(f"`reduce_parts` ({self._desc}) of {self._members}")
             return self._started(work)
         reduced = self.allreduce([tensor], AllreduceOptions())
-        return FollowedWork(reduced, lambda: copy_all_back(parts, outputs))
+        return ChainedWork(reduced, lambda: copy_all_back(parts, outputs))
 
     def gather_parts(
         self, outputs: Sequence[Sequence[Tensor]], parts: Sequence[Tensor]
     ) -> dist.Work:
-        """Collect the parts of several tensors, of one dtype, that the ranks have.
+        """Gather several tensors, of one dtype, of which each rank has a part.
 
         Args:
-            outputs: for each tensor, where the part of each rank goes, 1-D. This rank's may be the
+            outputs: for each tensor, 1-D tensors for the part of each rank. This rank's may be the
                 part itself.
             parts: this rank's part of each tensor, 1-D.
         """
@@ -354,9 +354,9 @@ class MPIProcessGroup(dist.ProcessGroup):
             for buffer, each in zip(buffers, by_rank, strict=True):
                 split_back(buffer, each)
 
-        return FollowedWork(gathered, finish)
+        return ChainedWork(gathered, finish)
 
-    # What torch calls the same operations from 2.13 on.
+    # The names of the same operations from torch 2.13 on.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     all_to_all_single = alltoall_base
@@ -365,7 +365,7 @@ class MPIProcessGroup(dist.ProcessGroup):
 
 
 def _describe_members(communicator: MPI.Intracomm) -> str:
-    """The ranks of a communicator by their numbers in the job; of many, the first and last."""
+    """Return the ranks of a communicator in the job, such as "ranks 0, 1, 2, 3, ..., 14, 15"."""
     world, members = MPI.COMM_WORLD.group, communicator.group
     ranks = [str(rank) for rank in members.Translate_ranks(None, world)]
     members.Free()
@@ -390,10 +390,10 @@ def init_process_group(device_type: str) -> None:
 
 
 def _store_in_memory() -> Store | None:
-    """A store of all ranks in a file of rank 0's memory; None if a rank, as on another host, can't.
+    """Return a store of all ranks in an anonymous file of rank 0; None if a rank cannot open it.
 
-    Processes of other users cannot open it, and nobody listens. Collective over the job. Groups of
-    MPI alone can do without one that is shared.
+    Ranks on other hosts cannot. Processes of other users cannot either, and no port is open.
+    Collective over the job. Groups of MPI need no shared store.
     """
     world, path = MPI.COMM_WORLD, ""
     if world.rank == 0 and hasattr(os, "memfd_create"):
@@ -404,7 +404,7 @@ def _store_in_memory() -> Store | None:
 
 
 def _store_over_tcp() -> Store:
-    """A store that rank 0 serves over TCP, as NCCL needs one; collective over the job."""
+    """Return a store that rank 0 serves over TCP, which NCCL needs; collective over the job."""
     world, address = MPI.COMM_WORLD, placement().main_address
     server = None
     if world.rank == 0:

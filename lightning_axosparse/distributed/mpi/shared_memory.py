@@ -4,10 +4,10 @@ An arena is an anonymous file (``memfd_create``) as long as the machine's memory
 use take memory. Every other rank maps it once, and finds a block in it by its offset: mapping each
 block would take longer than the all-reduce of its content.
 
-A block is passed in a slot, a part of the sender's arena: the sender copies the block there and
-sends the slot's address. Nothing else has to make progress, whatever the two ranks compute
-meanwhile. The receiver uses the slot as the memory of a tensor, and the slot is free again when no
-tensor uses it, even if the sender has stopped to use slots.
+A block is passed in a slot, a part of the sender's arena: the sender copies the block into it and
+sends the address of the slot. So the transfer needs no progress of MPI while the two ranks compute.
+The receiver uses the slot as the memory of a tensor. The slot is free again when no tensor uses it,
+even if the sender does not use its slots any more.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ Memory = NDArray[np.uint8]
 
 _PAGE = mmap.PAGESIZE
 
-_HEADER_BYTES = 64  # the first says whether the slot is in use; the others align the block
+_HEADER_BYTES = 64  # The first is 1 while the slot is in use; the others align the block.
 
 
 def memory_is_ordered() -> bool:
-    """Whether another process sees a write to shared memory after all that came before it here."""
+    """Return whether other processes see writes to shared memory in their order."""
     return platform.machine() in ("x86_64", "AMD64")
 
 
 class Address(NamedTuple):
-    """The path of an arena as other ranks see it, and its first bytes: another node has others."""
+    """The path of an arena for other ranks, and its first bytes, which tell it from other files."""
 
     path: str
     token: bytes
@@ -63,22 +63,22 @@ class Arena:
         os.ftruncate(file, size)
         self._map = mmap.mmap(file, size)
         self.memory: Memory = np.frombuffer(self._map, np.uint8)
-        """All of it, in use or not."""
+        """The whole arena, in use or not."""
         self.address = Address(f"/proc/{self._owner}/fd/{file}", secrets.token_bytes(16))
-        """What another rank passes to :func:`opened`."""
+        """The argument of :func:`open_arena` in another rank."""
         self.memory[:16] = np.frombuffer(self.address.token, np.uint8)
-        self._free = [(_PAGE, size)]  # disjoint ranges, in order
+        self._free = [(_PAGE, size)]  # Disjoint ranges, in order.
         self._returned: deque[tuple[int, int]] = deque()
 
     def block(self, nbytes: int) -> Tensor:
-        """Allocate bytes (1-D uint8); they are free again when no tensor uses them any more."""
+        """Allocate bytes (1-D uint8), which are free again when no tensor uses them any more."""
         while self._returned:
             self._add_free(*self._returned.popleft())
         length = -(-nbytes // _PAGE) * _PAGE
         for index, (start, end) in enumerate(self._free):
             if end - start >= length:
                 self._free[index] = (start + length, end)
-                # The tensor's storage alone refers to this view of the memory.
+                # Only the tensor's storage refers to this view of the memory.
                 block = self.memory[start : start + nbytes]
                 weakref.finalize(block, self._return, start, start + length).atexit = False
                 return torch.from_numpy(block)
@@ -87,12 +87,12 @@ class Arena:
         )
 
     def offset(self, tensor: Tensor) -> int:
-        """The offset in bytes of a contiguous tensor; negative if it is not in this arena."""
+        """Return the offset in bytes of a contiguous tensor; negative if it is elsewhere."""
         offset = tensor.data_ptr() - self.memory.ctypes.data
         return offset if offset < self.memory.size else -1
 
     def _return(self, start: int, end: int) -> None:
-        # In a forked process, such as a worker of a DataLoader, only a view of the block is gone.
+        # In a forked process, such as a worker of a DataLoader, only a copy of the view ends.
         if os.getpid() == self._owner:
             self._map.madvise(mmap.MADV_REMOVE, start, end - start)
             # The garbage collector may call this in the middle of `block`.
@@ -109,21 +109,21 @@ class Arena:
 
 
 def arena() -> Arena | None:
-    """The arena of this process; None where the operating system does not allow one."""
+    """Return the arena of this process; None if the operating system does not allow one."""
     return _arena_of(os.getpid())
 
 
-@cache  # One for each process, as others map it once; a forked process needs one of its own.
+@cache  # Per process, as a forked process needs its own.
 def _arena_of(process: int) -> Arena | None:
     try:
         return Arena()
-    except (AttributeError, OSError):  # no memfd_create; a limit on address space
+    except (AttributeError, OSError):  # No memfd_create, or a limit on address space.
         return None
 
 
-@cache  # A rank maps the arena of another once.
-def opened(address: Address) -> Memory | None:
-    """The memory of the arena of a rank, which may be this one; None if it is on another node."""
+@cache  # Each arena is mapped once.
+def open_arena(address: Address) -> Memory | None:
+    """Return the memory of any rank's arena; None if that rank is on another node."""
     own = arena()
     if own is not None and own.address == address:
         return own.memory
@@ -139,17 +139,17 @@ def opened(address: Address) -> Memory | None:
 
 
 class BlockPool:
-    """Allocates tensors in blocks that it uses again; on the CPU they are shared memory.
+    """Allocates tensors in blocks that it uses again; on the CPU these are in shared memory.
 
-    Fresh memory costs a page fault every 4 KiB, which took longer than the all-reduce of what was
-    written there. On other devices PyTorch's allocator keeps blocks itself.
+    New memory costs a page fault every 4 KiB, which took longer than the all-reduce of its content.
+    On other devices, PyTorch's allocator reuses blocks itself.
     """
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)
 
     def empty(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialized tensor; its block is free again when no tensor uses its storage."""
+        """Allocate an uninitialized tensor; its block is free when no tensor uses its storage."""
         if device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=device)
         nbytes = prod(size) * dtype.itemsize
@@ -157,7 +157,7 @@ class BlockPool:
             return torch.empty(size, dtype=dtype)
         free = self._free[nbytes]
         block = free.pop() if free else _new_block(nbytes)
-        # The tensor's storage alone refers to this view of the block.
+        # Only the tensor's storage refers to this view of the block.
         view = block.numpy()
         weakref.finalize(view, free.append, block).atexit = False
         return torch.from_numpy(view).view(dtype).view(size)
@@ -191,7 +191,7 @@ class SlotWriter:
         length = _HEADER_BYTES + block.numel()
         fitting = (slot for slot in self._slots if not slot[0] and slot.size >= length)
         slot = next(fitting, None)
-        if slot is None:  # A new one takes the place of those that are free, but too small.
+        if slot is None:  # A new one replaces those that are free, but too small.
             slot = self._own.block(length).numpy()
             self._slots[:] = [*filter(_is_in_use, self._slots), slot]
         torch.from_numpy(slot[_HEADER_BYTES:length]).copy_(block)
@@ -201,7 +201,7 @@ class SlotWriter:
 
 
 _left: list[Memory] = []
-"""Slots in use whose writers are gone."""
+"""Slots in use whose writers do not exist any more."""
 
 
 def _leave_to_readers(slots: list[Memory]) -> None:
@@ -214,8 +214,8 @@ def _is_in_use(slot: Memory) -> bool:
 
 
 def read(address: SlotAddress) -> Tensor:
-    """The block in a slot of another rank, which is free when no tensor uses the block any more."""
-    memory = opened(address.arena)
+    """Return the block in another rank's slot, which is free when no tensor uses the block."""
+    memory = open_arena(address.arena)
     assert memory is not None
     slot = memory[address.offset :]
     block = slot[_HEADER_BYTES : _HEADER_BYTES + address.size]
@@ -231,9 +231,9 @@ def _set_free(slot: Memory, reader: int) -> None:
 
 
 def shares_memory(comm: MPI.Comm, peer: int) -> bool:
-    """Whether this rank and rank ``peer`` can read each other's slots; called by both."""
-    # A slot says that it is free, so its sender must not see that before the block has been read.
+    """Return whether this rank and rank ``peer`` can read each other's slots; called by both."""
+    # The sender must not see that a slot is free before the receiver has read the block.
     own = arena() if memory_is_ordered() else None
     theirs = comm.sendrecv(None if own is None else own.address, peer, source=peer)
-    readable = theirs is not None and opened(theirs) is not None
+    readable = theirs is not None and open_arena(theirs) is not None
     return comm.sendrecv(readable, peer, source=peer) and readable

@@ -1,14 +1,15 @@
-"""Connects adjacent stages, and sends ordered messages between them: neither waits for the other.
+"""Connects adjacent stages, and sends ordered messages between them without waiting.
 
 A message is a header and a block of bytes. An envelope of fixed size announces it, which every MPI
 sends eagerly, before the receiver asks for it. A small block is inside the envelope. On one node a
-larger one is in shared memory, and the envelope has its address. Any other block is a message of
-MPI of its own.
+larger one is in shared memory, and the envelope has its address. Any other block is a separate
+message of MPI.
 
 Receives are posted ahead of time, for the envelope and for the block. The receive of the block has
 the size that the message of the same number had in the previous batch, which sender and receiver
 both remember. A larger block is late: an empty message completes the posted receive, and the
-receiver posts one of the right size when it has read the envelope.
+receiver posts one of the right size when it has read the envelope. If the third block of a batch
+had 1 MB and now has 2 MB, for example, only its transfer begins later than usual.
 
 Blocks of a GPU go through pinned host memory.
 """
@@ -41,34 +42,34 @@ from lightning_axosparse.distributed.rank_status import BackOff, blocked, this_r
 
 _ENVELOPE_BYTES = 4096
 _INLINE_BYTES = 2048
-_ENVELOPE, _BLOCK, _LATE, _UNUSED = range(4)  # tags
-_MIN_PAUSE, _MAX_PAUSE = 1e-4, 2e-3  # seconds between two turns of the progress thread
-_CALLS_PER_TURN = 50  # each transfers about one fragment
-_PROBE_SECONDS = 0.02  # during which the sender of the probe makes no call of MPI
+_ENVELOPE, _BLOCK, _LATE, _UNUSED = range(4)  # Tags of messages.
+_MIN_PAUSE, _MAX_PAUSE = 1e-4, 2e-3  # Seconds between two turns of the progress thread.
+_CALLS_PER_TURN = 50  # Each transfers about one fragment.
+_PROBE_SECONDS = 0.02  # In this time the sender of the probe makes no call of MPI.
 
 
 Ready = Callable[[], bool]
-"""Returns whether MPI may read a block; called until it may."""
+"""Returns whether MPI may read a block; called until this is True."""
 
 
 class Staging:
     """Makes blocks of messages (1-D uint8 tensors) accessible to MPI: on the CPU as they are."""
 
     def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
-        """The tensor that MPI reads to send ``block``, and whether it may read it yet."""
+        """Return the tensor that MPI reads to send ``block``, and when it may."""
         return block, lambda: True
 
     def empty(self, size: int) -> Tensor:
-        """A tensor of ``size`` bytes that MPI may write immediately."""
+        """Return a tensor of ``size`` bytes to which MPI may write immediately."""
         return torch.empty(size, dtype=torch.uint8)
 
     def incoming(self, block: Tensor) -> Tensor:
-        """The block that MPI has written, on the device and ready for the current stream."""
+        """Return a received block on the device, ready for the current stream."""
         return block
 
 
 class PinnedStaging(Staging):
-    """Copies the blocks of a GPU to and from pinned host memory, on streams of their own.
+    """Copies the blocks of a GPU to and from pinned host memory, on separate streams.
 
     The host waits for no copy, and a kernel only for the block that it needs. Torch's allocator of
     pinned memory uses a block again only when the copies from and to it are done.
@@ -80,24 +81,24 @@ class PinnedStaging(Staging):
         self._to_host, self._to_device = runtime.Stream(device), runtime.Stream(device)
 
     def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
-        """A copy in pinned memory, ready when the copy is done."""
+        """Return a copy in pinned memory, which MPI may read when the copy is done."""
         host, copied = self.empty(block.numel()), self._runtime.Event()
         self._to_host.wait_stream(self._runtime.current_stream(self._device))
         with self._runtime.stream(self._to_host):
             host.copy_(block, non_blocking=True)
             copied.record(self._to_host)
 
-        def ready(source: Tensor = block) -> bool:  # Keeps it alive until it is copied.
+        def ready(source: Tensor = block) -> bool:  # The default keeps the block alive until then.
             return bool(copied.query())
 
         return host, ready
 
     def empty(self, size: int) -> Tensor:
-        """Pinned memory."""
+        """Return pinned memory."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
 
     def incoming(self, block: Tensor) -> Tensor:
-        """A copy on the device; the current stream waits for it."""
+        """Return a copy on the device, for which the current stream waits."""
         current = self._runtime.current_stream(self._device)
         with self._runtime.stream(self._to_device):
             arrived = block.to(self._device, non_blocking=True, copy=True)
@@ -107,9 +108,9 @@ class PinnedStaging(Staging):
 
 
 class _Envelope(NamedTuple):
-    header: bytes | None  # None: too long, sent late
+    header: bytes | None  # None if it is too long, and sent late.
     header_size: int
-    block: bytes | SlotAddress | None  # None: a message of MPI of its own
+    block: bytes | SlotAddress | None  # None if it is a separate message of MPI.
     block_size: int
     late: bool
 
@@ -146,10 +147,10 @@ def _writable(block: bytes) -> Tensor:
 
 
 class ProgressThread:
-    """A thread that calls MPI while batches are under way, so that it transfers messages.
+    """A thread that calls MPI during batches, so that MPI transfers messages.
 
-    Its calls take time from what the rank computes: the pause between them is 0.1 ms after a
-    message was sent, and grows to 2 ms. Without :meth:`start` there is no thread.
+    As its calls slow down the rank, the pause between them grows from 0.1 ms after a message was
+    sent to 2 ms. Without :meth:`start` there is no thread.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
@@ -192,9 +193,9 @@ class Channel:
         comm: a communicator with no other messages between these two ranks.
         peer: the other rank, in ``comm``.
         window: number of receives that are posted ahead.
-        staging: how blocks reach MPI.
+        staging: makes blocks accessible to MPI.
         shares_memory: whether blocks go through shared memory.
-        progress: transfers messages where MPI does not.
+        progress: the thread that transfers messages if MPI does not.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class Channel:
         self._to_send: deque[tuple[bytes, Tensor, Ready]] = deque()
         self._requests: list[MPI.Request] = []
         self._completions: list[Callable[[], None]] = []
-        # Sizes of the blocks that were messages of their own, in this and the previous batch.
+        # Sizes of the blocks that were separate messages, in this and the previous batch.
         self._sent: list[int] = []
         self._sent_before: list[int] = []
         self._received: list[int] = []
@@ -299,7 +300,7 @@ class Channel:
         self._progress.message_sent()
 
     def _inside_envelope(self, block: Tensor) -> bytes | SlotAddress | None:
-        """A small block, or its address in shared memory; None if it is a message of its own."""
+        """Return a small block, or its address in shared memory; None for a separate message."""
         if block.numel() <= _INLINE_BYTES:
             return block.cpu().numpy().tobytes()
         return None if self._writer is None else self._writer.write(block)
@@ -307,7 +308,7 @@ class Channel:
     def _isend(self, buffer: bytes | Tensor, tag: int) -> None:
         request = self._comm.Isend(_mpi_buffer(buffer), self._peer, tag)
         # The completion keeps the buffer alive until the message is sent.
-        self._track(request, partial(_done_with, buffer))
+        self._track(request, partial(_release, buffer))
 
     def _irecv(self, buffer: bytearray | Tensor, tag: int, completion: Callable[[], None]) -> None:
         self._track(self._comm.Irecv(_mpi_buffer(buffer), self._peer, tag), completion)
@@ -334,7 +335,7 @@ class Channel:
             self._irecv(posted, _BLOCK, message.part_received)
 
     def _open(self, message: _Incoming) -> None:
-        """Receive what the envelope announces; called in the order of sending."""
+        """Receive the message that the envelope announces; called in the order of sending."""
         envelope = message.envelope
         assert envelope is not None
         message.opened = True
@@ -355,7 +356,7 @@ class Channel:
         self._received.append(envelope.block_size if envelope.block is None else 0)
 
 
-def _done_with(buffer: Any) -> None:
+def _release(buffer: Any) -> None:
     pass
 
 
@@ -364,12 +365,12 @@ def _mpi_buffer(buffer: bytes | bytearray | Tensor) -> list[Any]:
 
 
 class Connection(NamedTuple):
-    """How one stage reaches the adjacent stages.
+    """The connection of one stage to the adjacent stages.
 
     Attributes:
         comm: the ranks of its pipeline.
-        shares_memory: by adjacent stage, whether messages go through shared memory.
-        progress: a thread that transfers messages, started where MPI does not.
+        shares_memory: adjacent stage -> whether messages go through shared memory.
+        progress: a thread that transfers messages; started if MPI does not.
     """
 
     comm: MPI.Comm
@@ -380,7 +381,7 @@ class Connection(NamedTuple):
 def connect_stages(
     stage: int, stages: int, replica: int, window: int, staging: Staging
 ) -> tuple[Channel | None, Channel | None]:
-    """Connect one stage of one pipeline to its previous and next stage; None where there is none.
+    """Connect one stage of one pipeline to its previous and next stage; None if there is none.
 
     The first call for a grid is collective over all ranks of the job. A channel posts ``window``
     receives ahead.
@@ -393,9 +394,9 @@ def connect_stages(
     return channels.get(stage - 1), channels.get(stage + 1)
 
 
-@cache  # The number of communicators in an MPI is limited, and the test takes its time.
+@cache  # MPI has a limited number of communicators, and the tests take a while.
 def connect(stages: int, replica: int, stage: int) -> Connection:
-    """Find out, with all ranks of the job, how messages reach the adjacent stages best."""
+    """Test which way messages reach the adjacent stages best; collective over the job."""
     world = MPI.COMM_WORLD
     with blocked("the other stages to connect"):
         comm = world.Split(replica, stage)
@@ -408,9 +409,9 @@ def connect(stages: int, replica: int, stage: int) -> Connection:
         threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if threads_allowed and not all(progresses):
             thread.start()
-        found = world.allgather((shared.get(stage + 1), all(progresses)))
-    pairs = [shares for shares, _ in found if shares is not None]
-    rank_zero_debug(describe_connections(pairs, all(ok for _, ok in found), threads_allowed))
+        results = world.allgather((shared.get(stage + 1), all(progresses)))
+    pairs = [shares for shares, _ in results if shares is not None]
+    rank_zero_debug(describe_connections(pairs, all(ok for _, ok in results), threads_allowed))
     return Connection(comm, shared, thread)
 
 
@@ -432,9 +433,9 @@ def describe_connections(shared: list[bool], progresses: bool, threads_allowed: 
 
 
 def has_async_progress(comm: MPI.Comm, peer: int) -> bool:
-    """Whether a megabyte from the lower rank arrives while that rank makes no call of MPI.
+    """Return whether a megabyte from the lower rank arrives while that rank does not call MPI.
 
-    Called by this rank and rank ``peer``; takes some 20 ms.
+    This rank and rank ``peer`` both call it; it takes about 20 ms.
     """
     large, small, answer = np.zeros(2**20, np.uint8), np.zeros(1), np.zeros(1, bool)
     _synchronize(comm, peer)
@@ -453,7 +454,7 @@ def has_async_progress(comm: MPI.Comm, peer: int) -> bool:
 
 
 def _synchronize(comm: MPI.Comm, peer: int) -> None:
-    """Wait until both ranks are here and connected."""
+    """Wait until both ranks have called this and are connected."""
     requests = [comm.Isend(np.zeros(0), peer), comm.Irecv(np.zeros(0), peer)]
     _wait(lambda: MPI.Request.Testall(requests))
 

@@ -1,10 +1,10 @@
 """Ends the job when a rank waits for something that cannot happen, or for too long.
 
-A thread of each rank looks at the statuses of all others every second: those of ranks on its node
-in shared memory; ranks of other nodes send theirs by MPI while a rank waits, if MPI lets threads
-send. It detects that a rank is gone, that one has received SIGTERM, and that all ranks of a node
-wait for one another. Where the reason is not certain, as in a long transfer between nodes,
-``timeout`` ends the wait.
+A thread of each rank reads the statuses of all others every second. Ranks on its node have them in
+shared memory; ranks of other nodes send theirs by MPI while a rank waits, if MPI lets threads send.
+The thread detects that a rank is gone, that one has received SIGTERM, and that all ranks of a node
+wait for one another. If the reason is not certain, as in a long transfer between nodes, ``timeout``
+ends the wait.
 """
 
 from __future__ import annotations
@@ -38,58 +38,58 @@ from lightning_axosparse.distributed.rank_status import (
 from lightning_axosparse.support.troubleshooting import see
 
 NOTICE_SECONDS = float(os.environ.get("AXOSPARSE_NOTICE_SECONDS", 30))
-"""After how many seconds of a wait a rank prints that it waits."""
+"""A rank that has waited for so long prints that it waits."""
 
 DEADLOCK_SECONDS = NOTICE_SECONDS
-"""For how many seconds all ranks only wait before the job is ended."""
+"""If all ranks have only waited for so long, the job is ended."""
 
 TICK_SECONDS = min(1.0, NOTICE_SECONDS / 10)
-"""How often a watchdog looks at the other ranks."""
+"""The interval at which a watchdog looks at the other ranks."""
 
 ANSWER_SECONDS = 5 * TICK_SECONDS
-"""For how many seconds a rank that ends the job waits for the answers of the others."""
+"""How long a rank that ends the job waits for the statuses of the others."""
 
 MEETING_SECONDS = 2.0
-"""For how many seconds after a SIGTERM the ranks may go on to where all can end together."""
+"""How long after a SIGTERM the ranks may continue to a point where all can end together."""
 
-_QUESTION, _ANSWER = range(2)  # tags
+_QUESTION, _ANSWER = range(2)  # Tags of messages.
 _CAUSES = (
     "Give every rank the same number of batches, let `on_train_batch_start` return -1 and "
     "`trainer.should_stop` be set on all ranks or none, and call `self.log(..., sync_dist=True)` "
     "and other collectives on all of them."
 )
-_TURN_SECONDS = 0.5  # for which other ranks let the first one of a node say what has happened
+_TURN_SECONDS = 0.5  # So long the other ranks of a node let the first one report the reason.
 
 before_abort: list[Callable[[BaseException], None]] = []
-"""Called with the reason before the watchdog of this process ends the job; the launcher's worker
-adds a function that reports it to the caller, before there is a watchdog."""
+"""Functions that are called with the reason before the watchdog ends the job. The launcher's worker
+adds one that reports the reason to the caller, before it starts the watchdog."""
 
 
 class Peer:
-    """What this rank knows of another rank, which is read by its path if a token confirms it."""
+    """Another rank, whose status is read by its path if a token confirms the path."""
 
     def __init__(self, rank: int, host: str, path: str, token: int, pid: int) -> None:
         self.rank = rank
         self.name = f"rank {rank} on host {host}"
         self.status: RankStatus | None = None
-        """In shared memory, if it is on this node; else the last that it sent."""
+        """In shared memory if the rank is on this node, else the last status that it sent."""
         self.process: int | None = None
-        """A file that can be read when its process has ended, if it is on this node."""
+        """A file that is readable when the process has ended, if the rank is on this node."""
         try:
             status = read_status(path)
             if status.token == token:
                 self.process, self.status = os.pidfd_open(pid), status
-        except (OSError, ValueError, AttributeError):  # another host, or another system
+        except (OSError, ValueError, AttributeError):  # On another host, or another system.
             pass
 
     @property
     def answers(self) -> bool:
-        """Whether it has reported its status since it was asked."""
+        """Whether the rank has reported its status since it was asked."""
         return self.status is not None and bool(self.status.reported or self.status.finished)
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is certain that it has only waited, for long enough to end the job.
+        """Whether it is certain that the rank has only waited, for long enough to end the job.
 
         A transfer between nodes may take long, and a stopped process only seems to wait.
         """
@@ -127,7 +127,7 @@ class StatusMessages:
             self._peers[source].status = RankStatus.from_buffer(data)
             if tag == _QUESTION and not ask:
                 self._send(source, _ANSWER)
-        # Messages are never sent on a dead link, and their number must not grow.
+        # On a dead link messages are never sent, so their number is limited.
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         if ask and len(self._sent) < 4 * len(self._peers):
             for rank in self._peers:
@@ -148,7 +148,7 @@ class Watchdog(threading.Thread):
         self._progress = -1
         self._since_sigterm = self._since_alarm = 0.0
         self._reads, self._writes = os.pipe()
-        # The files of processes that have ended, and that of the pipe when this thread is to end.
+        # Files of processes that have ended, and that of the pipe once this thread has to end.
         self._readable: set[int] = set()
         self._files = select.poll()
         for file in (self._reads, *(peer.process for peer in peers if peer.process is not None)):
@@ -159,8 +159,8 @@ class Watchdog(threading.Thread):
         os.write(self._writes, b"\0")
         self.join()
 
-    def received(self) -> RankStatus | None:
-        """The status of a rank that has received a signal, with SIGTERM before any other."""
+    def received_signal(self) -> RankStatus | None:
+        """Return the status of a rank with a signal, preferably SIGTERM; None if there is none."""
         ranks = [rank for rank in (this_rank(), *self._statuses) if rank.signal]
         return max(ranks, key=lambda rank: rank.signal == signal.SIGTERM, default=None)
 
@@ -180,11 +180,11 @@ class Watchdog(threading.Thread):
                 self._files.unregister(file)
                 self._readable.add(file)
             now = time.monotonic()
-            # During a longer time this process was stopped; that is no wait.
+            # If more time has passed, this process was stopped, and did not wait.
             elapsed = min(now - before, 2 * TICK_SECONDS)
             cause, reason = self._cause(elapsed), self.look(elapsed)
             if cause or reason:
-                time.sleep(self._turn)  # As a rule, the first one ends the job meanwhile.
+                time.sleep(self._turn)  # Meanwhile the first rank usually ends the job.
             if cause:
                 self._end(cause)
             elif reason and (self._since_alarm or not self._another_alarms):
@@ -192,28 +192,28 @@ class Watchdog(threading.Thread):
             before = now
 
     def _cause(self, elapsed: float) -> str:
-        """What has happened that ends the job, also if this rank does not wait; or empty."""
+        """Return the reason to end the job even if this rank does not wait; empty if none."""
         lost = [p.status for p in self._peers if p.process in self._readable and p.status]
         lost = [status for status in lost if not status.finished]
         # The launcher itself detects which of its ranks was lost first.
         at_once = not before_abort and any(rank.running for rank in lost)
         if lost and (at_once or this_rank().waited >= 2 * TICK_SECONDS):
             return "\n".join(
-                f"{rank.who} {describe_end(exit_code(rank.pid))} It was {rank.doing}."
+                f"{rank.who} {describe_end(exit_code(rank.pid))} It was {rank.activity}."
                 for rank in lost
             )
-        received = self.received()
+        received = self.received_signal()
         if received is None or received.signal != signal.SIGTERM or this_rank().leaves:
             self._since_sigterm = 0.0
             return ""
         self._since_sigterm += elapsed
         if self._since_sigterm < MEETING_SECONDS:
             return ""
-        return f"{received.who} received SIGTERM, which ends the job. It was {received.doing}."
+        return f"{received.who} received SIGTERM, which ends the job. It was {received.activity}."
 
     @property
     def _turn(self) -> float:
-        """For how long to let the first rank of the node say what all of them have seen."""
+        """Seconds in which the first rank of the node may report a reason that all have seen."""
         near = [p for p in self._peers if p.process is not None]
         alive = [p.rank for p in near if p.process not in self._readable]
         return _TURN_SECONDS if this_rank().rank > min(alive, default=this_rank().rank) else 0.0
@@ -222,24 +222,24 @@ class Watchdog(threading.Thread):
         """Look at all ranks, as the thread does every :data:`TICK_SECONDS`.
 
         Returns:
-            Why this rank has to end the job; empty if its wait may go on.
+            The reason why this rank has to end the job; empty if its wait may go on.
         """
-        me = this_rank()
-        is_same = me.waits and me.progress == self._progress
-        self._progress = me.progress
-        before, me.waited = me.waited, me.waited + elapsed if is_same else 0.0
-        me.beat = time.monotonic()
-        self._messages.exchange(ask=me.signal != 0 or me.waited >= 2 * TICK_SECONDS)
+        own = this_rank()
+        is_same_wait = own.waits and own.progress == self._progress
+        self._progress = own.progress
+        before, own.waited = own.waited, own.waited + elapsed if is_same_wait else 0.0
+        own.beat = time.monotonic()
+        self._messages.exchange(ask=own.signal != 0 or own.waited >= 2 * TICK_SECONDS)
         if self._another_rank_ends_the_job(elapsed):
             return ""
-        if me.waited >= NOTICE_SECONDS > before:
-            _say(f"{me}, for {me.waited:.0f} s now; timeout={self.timeout:g} s")
-        if _is_idle(me) and all(peer.is_idle for peer in self._peers):
+        if own.waited >= NOTICE_SECONDS > before:
+            _print(f"{own}, for {own.waited:.0f} s now; timeout={self.timeout:g} s")
+        if _is_idle(own) and all(peer.is_idle for peer in self._peers):
             return f"All ranks wait for one another, and none can go on. {_CAUSES}"
-        if me.waited >= self.timeout:
+        if own.waited >= self.timeout:
             return (
-                f"{me.who} has waited for {me.waited:.0f} s, longer than timeout={self.timeout:g} "
-                "s allows. If what it waits for takes that long, raise "
+                f"{own.who} has waited for {own.waited:.0f} s, longer than "
+                f"timeout={self.timeout:g} s allows. If what it waits for takes that long, raise "
                 "AxoSparseStrategy(timeout=...)."
             )
         return ""
@@ -255,7 +255,7 @@ class Watchdog(threading.Thread):
         return self._since_alarm < 3 * ANSWER_SECONDS
 
     def _ask(self) -> str:
-        """Ask the others to report their status; return which do not answer, in words."""
+        """Ask the others to report their status; return a sentence on those that do not answer."""
         this_rank().alarm = True
         _report("it ends the job")
         deadline = time.monotonic() + ANSWER_SECONDS
@@ -273,9 +273,9 @@ class Watchdog(threading.Thread):
     def _end(self, reason: str) -> None:
         """Print and report the reason, with the status of each rank, and end the job."""
         link = see("failing-and-waiting-ranks")
-        everyone = "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
-        message = reason + link + everyone
-        _say(message)
+        statuses = "".join(f"\n- {status}" for status in (this_rank(), *self._peers))
+        message = reason + link + statuses
+        _print(message)
         for report in before_abort:
             report(RanksStuckError(message))
         abort()
@@ -283,11 +283,11 @@ class Watchdog(threading.Thread):
 
 @cache  # One for each process, as a process is one rank.
 def watchdog() -> Watchdog:
-    """The watchdog of this process; the first call is collective over the job, and starts it."""
+    """Return the watchdog of this process; the first call starts it, collective over the job."""
     world = MPI.COMM_WORLD
     path = publish(world.rank)
-    found = world.allgather((socket.gethostname(), path, this_rank().token, this_rank().pid))
-    peers = [Peer(rank, *where) for rank, where in enumerate(found) if rank != world.rank]
+    places = world.allgather((socket.gethostname(), path, this_rank().token, this_rank().pid))
+    peers = [Peer(rank, *place) for rank, place in enumerate(places) if rank != world.rank]
     if not before_abort:
         hold_files()
     started = Watchdog(peers, world.Dup())
@@ -296,13 +296,13 @@ def watchdog() -> Watchdog:
     return started
 
 
-def _report(why: str) -> None:
+def _report(reason: str) -> None:
     """Print the status of this rank and the stacks of its threads."""
-    _say(f"{this_rank()} ({why})")
+    _print(f"{this_rank()} ({reason})")
     faulthandler.dump_traceback(2)
     this_rank().reported = True
 
 
-def _say(message: str) -> None:
+def _print(message: str) -> None:
     sys.stderr.write(f"[axosparse] {message}\n")
     sys.stderr.flush()

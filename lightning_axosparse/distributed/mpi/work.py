@@ -1,4 +1,4 @@
-"""Represents an MPI operation under way, and the buffers of tensors that MPI reads and writes."""
+"""MPI operations as torch's ``Work``, and buffers of tensors that MPI reads and writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDUCED = {
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
-"""What every MPI reduces."""
+"""The dtypes that every MPI reduces."""
 _CONVERTED_TO = {torch.bool: torch.uint8, torch.complex32: torch.complex64}
 
 _OPERATIONS = {
@@ -38,13 +38,13 @@ _OPERATIONS = {
 # A bool is a byte, 0 or 1: the sum of 256 such bytes would be 0, which is false.
 _OPERATIONS_ON_BOOL = {**_OPERATIONS, ReduceOp.SUM: MPI.MAX, ReduceOp.PRODUCT: MPI.MIN}
 
-_BULK = 2**26  # bytes; between sleeping ranks MPI may transfer only some hundred MB a second
+_BULK = 2**26  # Bytes; between sleeping ranks MPI may transfer only some hundred MB a second.
 
 
 class ReduceOperation:
     """Stages tensors for an MPI reduction, and copies its results back.
 
-    MPI works on the memory of a tensor where it can. A dtype that no MPI (bool, 8-bit floats) or
+    MPI works on the memory of the tensor if it can. A dtype that no MPI (bool, 8-bit floats) or
     not every MPI (float16, bfloat16) reduces is converted to a wider one, and the result is rounded
     once, at the end.
     """
@@ -54,7 +54,7 @@ class ReduceOperation:
         self._ranks = ranks
 
     def operation(self, dtype: torch.dtype) -> MPI.Op:
-        """The MPI operation for tensors of ``dtype``."""
+        """Return the MPI operation for tensors of ``dtype``."""
         if dtype == torch.bool and self._op == ReduceOp.AVG:
             raise ValueError(
                 f"A bool tensor cannot be reduced by {self._op}; convert it first." + see("logging")
@@ -62,7 +62,7 @@ class ReduceOperation:
         return (_OPERATIONS_ON_BOOL if dtype == torch.bool else _OPERATIONS)[self._op]
 
     def stage(self, tensor: Tensor) -> Tensor:
-        """What MPI reduces: ``tensor`` itself where possible, else a contiguous copy."""
+        """Return the tensor that MPI reduces: ``tensor`` if possible, else a contiguous copy."""
         dtype = tensor.dtype
         if dtype not in _REDUCED:
             dtype = _CONVERTED_TO.get(dtype, torch.float32)
@@ -78,7 +78,7 @@ class ReduceOperation:
 
 
 def raw(tensor: Tensor, parts: Sequence[Tensor] | None = None) -> list[Any]:
-    """The memory of a contiguous tensor as bytes, optionally split by the sizes of ``parts``."""
+    """Return a contiguous tensor as a buffer for MPI, split by the sizes of ``parts`` if given."""
     memory = MPI.memory.fromaddress(tensor.data_ptr(), tensor.nbytes)
     if parts is None:
         return [memory, MPI.BYTE]
@@ -86,12 +86,12 @@ def raw(tensor: Tensor, parts: Sequence[Tensor] | None = None) -> list[Any]:
 
 
 def flat(parts: Sequence[Tensor]) -> Tensor:
-    """A new 1-D tensor of all elements of ``parts``, in their order."""
+    """Return a new 1-D tensor of all elements of ``parts``, in their order."""
     return torch.cat([part.reshape(-1) for part in parts])
 
 
 def empty_for(parts: Sequence[Tensor]) -> Tensor:
-    """A new uninitialized 1-D tensor of the size of all ``parts``."""
+    """Return a new uninitialized 1-D tensor of the size of all ``parts``."""
     return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
@@ -114,21 +114,21 @@ def split_back(staged: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 PROGRESS_ENGINES: WeakSet[Any] = WeakSet()
-"""What executes operations without MPI requests, by its method ``advance``, which does what need
-not wait and returns whether there was anything. Every wait advances all of them, whatever it waits
-for: what it waits for may come from a rank that first needs this rank's part in another one."""
+"""Objects that run operations without MPI requests. Their method ``advance`` does all that is
+possible without waiting, and returns whether it did anything. Every wait calls it for all objects,
+as the awaited rank may first need this rank's part in another operation."""
 
 
 class MPIWork(dist.Work):
-    """A collective or message under way.
+    """A collective or message that has started.
 
-    MPI makes progress inside its own calls only, so :meth:`is_completed` also makes progress on
+    MPI makes progress only inside its own calls, so :meth:`is_completed` also makes progress on
     this operation and all others.
 
     Args:
-        requests: the MPI requests that it consists of.
+        requests: the MPI requests of the operation.
         result: the tensors that the operation fills.
-        buffers: what MPI reads and writes, kept alive until the requests are done.
+        buffers: the buffers that MPI reads and writes, kept alive until the requests are done.
         finish: called once when they are, to copy staged results into ``result``.
     """
 
@@ -150,7 +150,7 @@ class MPIWork(dist.Work):
         self._status = [MPI.Status() for _ in requests]
 
     def describe(self, description: str) -> None:
-        """Set the description of the operation that messages about waits show."""
+        """Set the description of the operation in messages about waits."""
         self._description = description
 
     def keep_in(self, works: set[MPIWork]) -> None:
@@ -160,7 +160,7 @@ class MPIWork(dist.Work):
             works.add(self)
 
     def is_completed(self) -> bool:
-        """Whether the operation is done; polls, never blocks."""
+        """Return whether the operation is done; polls, never blocks."""
         advanced = [engine.advance() for engine in PROGRESS_ENGINES]
         self._advanced = any(advanced)
         if self._requests is None:
@@ -176,7 +176,7 @@ class MPIWork(dist.Work):
         return True
 
     def is_success(self) -> bool:
-        """Same as :meth:`is_completed`: a failing MPI operation raises."""
+        """Do the same as :meth:`is_completed`, as a failing MPI operation raises."""
         return self.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -195,14 +195,14 @@ class MPIWork(dist.Work):
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future with the result; waits for it, as MPI makes no progress in the background."""
+        """Wait, as MPI makes no progress in the background, and return a future with the result."""
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._result)
         return future
 
     def result(self) -> list[Tensor]:
-        """The tensors that the operation filled."""
+        """Return the tensors that the operation fills."""
         return self._result
 
     @property
@@ -217,8 +217,8 @@ class MPIWork(dist.Work):
         return self._status[0].Get_source()
 
 
-class FollowedWork(dist.Work):
-    """A collective under way, after which something is left to do.
+class ChainedWork(dist.Work):
+    """A collective, and a function that is called once it is done.
 
     Args:
         work: the collective.
@@ -230,11 +230,11 @@ class FollowedWork(dist.Work):
         self._work, self._finish = work, finish
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` need not wait any more."""
+        """Return whether the collective is done."""
         return self._work.is_completed()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the collective is done, and do what is left."""
+        """Wait until the collective is done, and call the function."""
         self._work.wait(*() if timeout is None else (timeout,))
         finish, self._finish = self._finish, lambda: None
         finish()

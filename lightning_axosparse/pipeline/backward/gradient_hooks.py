@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_axosparse.distributed.gradient_reducer import GradientReducer
-from lightning_axosparse.support.torch_internals import gradient_hooks, hooked
+from lightning_axosparse.support.torch_internals import gradient_hooks, with_gradient_hooks
 
 
 class GradientHooks:
@@ -27,7 +27,8 @@ class GradientHooks:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._hooks = {
-            each: _user_hooks(each) for each in hooked(parameters, besides=GradientReducer)
+            each: _user_hooks(each)
+            for each in with_gradient_hooks(parameters, besides=GradientReducer)
         }
 
     @property

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.distributed.kept_results import KeptResults
+from lightning_axosparse.distributed.collective_results import CollectiveResults
 from lightning_axosparse.support.torch_internals import (
     tree_leaves,
     tree_map,
@@ -169,7 +169,7 @@ class Segment:
         self._outputs: list[tuple[weakref.ref[Tensor], int] | None] = []
         self._shapes: list[torch.Size] = []
         self._recomputed: dict[int, Tensor] = {}
-        self._collectives = KeptResults()
+        self._collectives = CollectiveResults()
 
     def run(
         self,
@@ -183,7 +183,7 @@ class Segment:
         inputs = tree_map_only(Tensor, self._saved_input, (args, dict(kwargs)))
         state, remembered = _GlobalState(self._device), self._remember(layer)
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with saved, self._collectives.kept():
+        with saved, self._collectives.recorded():
             output = compute(*args, **kwargs)
         self._calls.append(_Call(name, compute, inputs, state, remembered, list(layer.buffers())))
         self._outputs = [
@@ -219,7 +219,7 @@ class Segment:
         values = [buffer.clone() for buffer in buffers]
         devices = [self._device] if self._device.type == "cuda" else []
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, saved.__getitem__)
-        again = self._collectives.returned()
+        again = self._collectives.replayed()
         with torch.random.fork_rng(devices), torch.enable_grad(), hooks, again:
             outputs: list[Any] = []
             for call in self._calls:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import (
-    parsed_conversion,
+    parse_conversion,
     plain_torch_functions,
     tensors_in,
     tree_leaves,
@@ -199,7 +199,7 @@ def _moved(
     dtype = None
     if func is Tensor.to:
         kwargs.pop("copy", None)
-        wanted, dtype = parsed_conversion(*args, **kwargs)
+        wanted, dtype = parse_conversion(*args, **kwargs)
         # In `x.to(other)`, `other` is on the meta device here, as all arguments are.
         destination = device if wanted is None or wanted.type == "meta" else wanted.type
     else:

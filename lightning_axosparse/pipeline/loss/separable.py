@@ -30,7 +30,7 @@ from lightning_axosparse.pipeline.loss.operators import (
 from lightning_axosparse.pipeline.rng import SampledNumbers
 from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
-    memory_of,
+    memory_key,
     mutated_tensors,
     tensors_in,
     tree_leaves,
@@ -61,7 +61,7 @@ class SampleTracker(PausableOperatorMode):
     @cached_property
     def _constants(self) -> set[int]:
         """The numbers of the storages of the module's tensors."""
-        return {memory_of(each)[0] for each in self._tensors}
+        return {memory_key(each)[0] for each in self._tensors}
 
     def begin(self, samples: int, numbers: SampledNumbers | None = None) -> None:
         """Begin a run of the step on a micro-batch.
@@ -81,13 +81,13 @@ class SampleTracker(PausableOperatorMode):
     def add(self, tensor: Tensor, layout: object) -> None:
         """Add an output of a layer, or a tensor of the batch, by its layout of samples."""
         if isinstance(layout, Axis) and layout.dim == 0 and layout.views == 1:
-            self._notes[memory_of(tensor)] = tensor, ROWS
+            self._notes[memory_key(tensor)] = tensor, ROWS
         elif layout == "alike":
-            self._notes[memory_of(tensor)] = tensor, CONSTANT
+            self._notes[memory_key(tensor)] = tensor, CONSTANT
 
     def note_of(self, tensor: Tensor) -> Note:
         """Return the note of a tensor."""
-        key = memory_of(tensor)
+        key = memory_key(tensor)
         noted = self._notes.get(key)
         if noted is not None:
             return noted[1]
@@ -106,12 +106,12 @@ class SampleTracker(PausableOperatorMode):
             self.program = hash((self.program, func, *numbers))
         written = set[int]()
         if operator.writes:
-            written = {memory_of(tensor)[0] for tensor in mutated_tensors(func, args, kwargs)}
+            written = {memory_key(tensor)[0] for tensor in mutated_tensors(func, args, kwargs)}
         if written and not written.isdisjoint(self._constants):
             self._forget(f"torch.{operator.name} writes to a tensor of the module")
         output = func(*args, **kwargs)
         outputs = [output] if isinstance(output, Tensor) else tensors_in(output)
-        keys = [memory_of(tensor) for tensor in outputs]
+        keys = [memory_key(tensor) for tensor in outputs]
         if len(keys) == 1 and keys[0] in self._notes and not written:
             return output  # It is the same tensor.
         note = self._output_note(Call(operator, args, kwargs, tensors, notes, output, self.samples))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.support.torch_internals import (
-    parsed_conversion,
+    parse_conversion,
     plain_torch_functions,
     tensors_in,
     tree_leaves,
@@ -166,7 +166,7 @@ def _moved(func: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: An
         args, kwargs = (_MOVES[func],), {}
     copies = kwargs.pop("copy", False)
     likes = [each for each in (*args, *kwargs.values()) if isinstance(each, RemoteTensor)]
-    device, dtype = parsed_conversion(*args, **kwargs)
+    device, dtype = parse_conversion(*args, **kwargs)
     device = likes[0].local_device if likes else device
     if not isinstance(tensor, RemoteTensor):
         return tensor.to(device, dtype, copy=copies)

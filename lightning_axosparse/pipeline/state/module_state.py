@@ -32,7 +32,7 @@ from lightning_axosparse.pipeline.state.values import (
 )
 from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
-    mutated_arguments,
+    mutated_tensors,
     storage_id,
     version_of,
 )
@@ -216,9 +216,9 @@ class _Writes(PausableOperatorMode):
         self._storages = storages
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        for leaf in mutated_arguments(func, args, kwargs):
-            if isinstance(leaf, Tensor) and is_readable(leaf):
-                for each in self._storages.get(storage_id(leaf.untyped_storage()), ()):
+        for tensor in mutated_tensors(func, args, kwargs):
+            if is_readable(tensor):
+                for each in self._storages.get(storage_id(tensor.untyped_storage()), ()):
                     each.is_written = True
                     if each.content is None:
                         each.content = content_of(each.value)

@@ -20,7 +20,7 @@ from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,
     forward_mode,
-    mutated_arguments,
+    mutated_tensors,
     no_torch_function,
     transformed,
     version_of,
@@ -120,7 +120,7 @@ class SparseWeight(Tensor):
                     return _replace_tensors(source._viewed, views, Tensor)
             if func is _add and len(args) == 2 and not kwargs and source._same_entries(args[1]):
                 return source._with(source.unpruned_values() + args[1].unpruned_values())
-        mutated = [t for t in mutated_arguments(func, args, kwargs) if isinstance(t, SparseWeight)]
+        mutated = [t for t in mutated_tensors(func, args, kwargs) if isinstance(t, SparseWeight)]
         if mutated:
             return _write_through(func, args, kwargs, mutated)
         # A view must not alias the resident copy, which is written again.

@@ -230,7 +230,7 @@ def acting_together(trainer: Trainer) -> Iterator[None]:
 
     def act() -> None:
         nonlocal requeued
-        received = watchdog().received() if trainer.global_rank == 0 else None
+        received = watchdog().received_signal() if trainer.global_rank == 0 else None
         shared = torch.tensor([received.signal, received.rank] if received else [0, 0])
         dist.broadcast(shared, src=0)
         signum, rank = shared.tolist()

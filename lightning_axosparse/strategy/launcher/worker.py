@@ -35,7 +35,7 @@ from lightning_axosparse.strategy.launcher.changes import (
 from lightning_axosparse.strategy.launcher.failure import FailureReport
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.strategy.launcher.stub import signal_when_parent_ends
-from lightning_axosparse.support.files import LOCK, keep_sockets_in
+from lightning_axosparse.support.files import LOCK, put_sockets_in
 
 
 def main(path: str, stub: str, parent: str) -> None:
@@ -53,7 +53,7 @@ def main(path: str, stub: str, parent: str) -> None:
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     threading.Thread(target=_end_with_caller, args=[folder], daemon=True).start()
     signal_when_parent_ends(signal.SIGKILL)
-    keep_sockets_in(folder)
+    put_sockets_in(folder)
     world = world_communicator()
     this_rank().rank = world.rank
     call: Call | None = None

@@ -32,7 +32,7 @@ from lightning_axosparse.strategy.compat.internals import has_hook, move_optimiz
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_folder
-from lightning_axosparse.support.archive import all_made
+from lightning_axosparse.support.archive import all_computed
 from lightning_axosparse.support.torch_internals import tree_map_only
 
 
@@ -138,7 +138,7 @@ class StageCheckpoints:
             save_folder(checkpoint, path, tensors)
         elif tensors.is_first:
             if not isinstance(io, AtomicCheckpointIO):
-                checkpoint = all_made(checkpoint)
+                checkpoint = all_computed(checkpoint)
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
             tensors.end()
         else:
@@ -158,7 +158,7 @@ class StageCheckpoints:
         if not tensors.is_first:
             tensors.serve()
             return state
-        state = all_made(state)
+        state = all_computed(state)
         tensors.end()
         return state
 

@@ -93,7 +93,7 @@ class SharedParameters:
         """
         local = self._sharding.local_parameters() if parameters else {}
         return {
-            parameter: self._groups.holding_batch(self._holders(name))
+            parameter: self._groups.shared_in_pipeline(self._holders(name))
             for name, parameter in local.items()
             if parameter in parameters
         }
@@ -101,7 +101,7 @@ class SharedParameters:
     def broadcast_weights(self) -> None:
         """Broadcast the first replica's parameters to all replicas."""
         for name, parameter in self._sharding.local_parameters().items():
-            broadcast_first(parameter.data, self._groups.holding(self._holders(name)))
+            broadcast_first(parameter.data, self._groups.shared_by_stages(self._holders(name)))
             broadcast_first(parameter.data, self._groups.tensor)
 
     def _reduction_groups(self) -> list[ReductionGroup]:
@@ -115,7 +115,7 @@ class SharedParameters:
                 by_stages.setdefault(self._holders(name), []).append(parameter)
         reduced = []
         for stages in sorted(by_stages, key=sorted):
-            group = self._groups.holding(stages)
+            group = self._groups.shared_by_stages(stages)
             if group is not None:
                 reduced.append(ReductionGroup(group, by_stages[stages]))
         if experts:

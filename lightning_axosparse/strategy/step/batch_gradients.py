@@ -59,7 +59,7 @@ class BatchGradients:
         self._factor = factor
         if self._reducer is not None:
             hooked = self._hooks.parameters
-            self._reducer.arm(factor, self._earlier, deferred, hooked)
+            self._reducer.prepare(factor, self._earlier, deferred, hooked)
 
     @property
     def _earlier(self) -> MutableMapping[nn.Parameter, Tensor | None] | None:

@@ -33,7 +33,7 @@ from lightning_axosparse.pipeline.microbatch import (
     split,
 )
 from lightning_axosparse.strategy.compat import loaders
-from lightning_axosparse.support.arguments import shown
+from lightning_axosparse.support.arguments import short_repr
 from lightning_axosparse.support.troubleshooting import see
 
 SplitBatch = Callable[[Any, int], "list[Any]"]
@@ -133,7 +133,7 @@ class BatchSplitter:
             numbers = all_gather(len(parts), groups.experts)
         if len(set(numbers)) > 1:
             raise MisconfigurationException(
-                f"split_batch={shown(self._split_batch)} made {', '.join(map(str, numbers))} "
+                f"split_batch={short_repr(self._split_batch)} made {', '.join(map(str, numbers))} "
                 "micro-batches of the batches of replicas that share experts, but all have to make "
                 "equally many, as each computes tokens of the others. Let it return as many as it "
                 "is asked for, or use microbatches=1." + see("expert-parallel")
@@ -145,7 +145,7 @@ class BatchSplitter:
         parts: Any = self._split_batch and self._split_batch(batch, wanted)
         if not isinstance(parts, Sequence | Tensor) or isinstance(parts, str) or len(parts) == 0:
             raise ValueError(
-                f"split_batch={shown(self._split_batch)} returned {shown(parts)} for "
+                f"split_batch={short_repr(self._split_batch)} returned {short_repr(parts)} for "
                 f"{wanted} micro-batches. It has to return a list of parts of the batch, each of "
                 "the batch's type." + see("batches")
             )

@@ -60,7 +60,7 @@ class WholeStepRunner:
         reducer = self._stage_module.shared.step_reducer
         with this_rank().step(*position(self._trainer)):
             if reducer is not None:
-                reducer.arm()
+                reducer.prepare()
             with clock.span("backward"):
                 yield
             if reducer is not None:

@@ -8,7 +8,7 @@ from html import unescape
 import torch
 
 from lightning_axosparse import Ticket
-from lightning_axosparse.callbacks.report.page import figure, html, pictures, plots, save_plots
+from lightning_axosparse.callbacks.report.page import figure, html, mask_pictures, plots, save_plots
 from lightning_axosparse.callbacks.report.tables import sections
 from lightning_axosparse.callbacks.timeline import RecordedStep
 from lightning_axosparse.support.trace import Span
@@ -26,7 +26,7 @@ def drawn(page: str) -> dict[str, str]:
 def made() -> str:
     facts = make_facts()
     shown = [figure(name, plot) for name, plot in plots(facts, [STEP]).items()]
-    return html(facts, shown, pictures(TICKET))
+    return html(facts, shown, mask_pictures(TICKET))
 
 
 def test_the_tables_are_those_of_the_report() -> None:
@@ -51,7 +51,7 @@ def test_a_run_that_diverged_has_a_page() -> None:
     ranks = [replace(rank, losses=[float("nan"), float("inf")]) for rank in facts.ranks]
     diverged = replace(facts, ranks=ranks, validations=[], distances={}, draw=None)
     shown = [figure(name, plot) for name, plot in plots(diverged, []).items()]
-    assert "<table>" in html(diverged, shown, pictures(None))
+    assert "<table>" in html(diverged, shown, mask_pictures(None))
 
 
 def test_plots_are_written_for_the_data_that_is_there(facts, tmp_path):

@@ -120,7 +120,7 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
     )
     assert Ticket.load(tmp_path / "ticket.pt") == search.ticket
 
-    assert facts.tokens_a_parameter == EPOCHS * BATCHES * 8 * 16 / entries
+    assert facts.tokens_per_parameter == EPOCHS * BATCHES * 8 * 16 / entries
     result = RunResult.of(facts, {"seed": 0})
     assert result.parameters == entries
     assert result.density == pytest.approx(kept / pruned)

@@ -52,7 +52,7 @@ def test_the_limit_and_the_peaks_of_every_stage(facts):
 def test_ticket_and_sparsity(facts):
     assert ("mask distance after 2 optimizer steps", "0.0500") in rows(facts, "Ticket")
     assert ("drawn", "after 1 optimizer steps") in rows(facts, "Ticket")
-    assert rows(facts, "What each") == [("model.0.weight", "25.0 %"), ("model.1.weight", "15.0 %")]
+    assert rows(facts, "Density") == [("model.0.weight", "25.0 %"), ("model.1.weight", "15.0 %")]
 
 
 def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
@@ -71,9 +71,9 @@ def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
         ("test, at the end", "92.5%", "1.5000"),
     ]
     titles = {section.title: section.columns for section in sections(facts)}
-    assert "What each weight keeps" not in titles
+    assert "Density of each weight" not in titles
     memory = titles["Memory and traffic of each rank"]
-    assert memory[-2:] == ("all channels", "kept channels")
+    assert memory[-2:] == ("all channels", "fewer channels")
 
 
 def test_a_run_without_a_ticket_has_no_section_on_it(facts):
@@ -115,6 +115,6 @@ def test_a_short_training_shows_nothing_of_quality(facts):
     facts.ranks[0].tokens, facts.ranks[2].tokens = 100, 90.5
     [(_, tokens), (_, meaning)] = rows(facts, "Length")
     assert tokens == "0.19"
-    assert meaning.startswith("nothing of quality")
+    assert meaning.startswith("too few to judge quality")
     facts.ranks[0].tokens = 20_000
     assert rows(facts, "Length") == [("tokens per parameter", "20")]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from axosparse_commands.overrides import configuration
+from axosparse_commands.overrides import config_folder
 from lightning_axosparse.cli import sweep as gathering
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import Job
@@ -113,7 +113,7 @@ def test_a_sweep_that_is_stopped_resumed_and_mended(monkeypatch, tmp_path, capsy
 
 def test_every_arm_of_the_page_is_there():
     named = re.findall(r"`(\w+)`", re.sub(r"(?m)^(?!\| `).*$", "", PAGE.read_text()))
-    arms = {file.stem for file in (configuration() / "arm").glob("*.yaml")}
+    arms = {file.stem for file in (config_folder() / "arm").glob("*.yaml")}
     assert arms <= {*named}
-    swept = (configuration() / "experiment" / "ratio_sweep.yaml").read_text()
+    swept = (config_folder() / "experiment" / "ratio_sweep.yaml").read_text()
     assert all(re.search(rf"\b{arm}\b", swept) for arm in arms)

@@ -113,7 +113,7 @@ def fail_on_rank_1() -> None:
             raise ValueError("boom")
         MPI.COMM_WORLD.Barrier()
     except ValueError as error:
-        this_rank().place_in(Grid(world_size=2, g_inter=2, rank=rank))
+        this_rank().set_grid(Grid(world_size=2, g_inter=2, rank=rank))
         abort_job(error)
 
 

@@ -19,7 +19,7 @@ from lightning_axosparse.distributed.mpi.shared_memory import (
     BlockPool,
     SlotWriter,
     arena,
-    opened,
+    open_arena,
     read,
     shares_memory,
 )
@@ -78,19 +78,19 @@ def test_more_than_the_machine_has_raises() -> None:
 def test_another_rank_reads_a_block_by_its_offset() -> None:
     memory = Arena()
     block = memory.block(100).fill_(3)
-    seen = opened(memory.address)
+    seen = open_arena(memory.address)
     assert seen is not None
     assert seen is not memory.memory
     assert (seen[memory.offset(block) :][:100] == 3).all()
-    assert opened(Address(memory.address.path, bytes(16))) is None
-    assert opened(Address("/proc/self/fd/-1", memory.address.token)) is None
+    assert open_arena(Address(memory.address.path, bytes(16))) is None
+    assert open_arena(Address("/proc/self/fd/-1", memory.address.token)) is None
 
 
 def test_a_process_has_one_arena_and_its_children_their_own() -> None:
     own = arena()
     assert own is not None
     assert arena() is own
-    assert opened(own.address) is own.memory
+    assert open_arena(own.address) is own.memory
     block = own.block(100).fill_(3)
     child = os.fork()
     if child == 0:

@@ -119,7 +119,7 @@ def far_apart() -> Any:
         ended: list[str] = []
         patch.setattr(watchdog, "abort", lambda: ended.append("aborted"))
         watchdog.before_abort.append(lambda error: ended.append(str(error)))
-        this_rank().place_in(Grid(2, 2, rank))
+        this_rank().set_grid(Grid(2, 2, rank))
         with this_rank().step("training", 3, 7):
             request = MPI.COMM_WORLD.Ibarrier()
             if rank == 1:  # busy with a user's code

@@ -51,7 +51,7 @@ class Ranks(SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         size = placement().world_size
-        this_rank().place_in(Grid(size, size, placement().rank))
+        this_rank().set_grid(Grid(size, size, placement().rank))
         super().setup_environment()
 
     @property

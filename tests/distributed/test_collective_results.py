@@ -1,4 +1,4 @@
-"""What collectives return is kept for the second pass of layers, which runs none of them."""
+"""Results of collectives are recorded for the second pass of layers, which runs none of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.distributed.kept_results import collective
+from lightning_axosparse.distributed.collective_results import collective
 from lightning_axosparse.pipeline.backward.recompute import Segment
 
 

@@ -1,8 +1,8 @@
-"""Keeps what collectives of a forward pass return for the pass that computes the same again.
+"""Records the results of collectives in a forward pass, and returns them when it is recomputed.
 
-With activation checkpointing layers are computed twice, but none of their collectives runs twice:
-the communication-aware checkpointing of TED (Singh et al., ICS 2023). Results take memory until
-their layers' backward pass is over.
+With activation checkpointing, layers are computed twice, but their collectives run only once: the
+communication-aware checkpointing of TED (Singh et al., ICS 2023). Results take memory until the
+backward pass of their layers has ended.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ def _run(start: Start, outputs: Sequence[Tensor]) -> dist.Work | None:
     return start()
 
 
-_now: Collective = _run
-"""What a collective does at this moment."""
+_current: Collective = _run
+"""The function that runs a collective now."""
 
 
 def collective(start: Start, outputs: Sequence[Tensor]) -> dist.Work | None:
-    """Start a collective, or fill its outputs with what it returned in the pass before.
+    """Start a collective, or fill its outputs with the recorded result.
 
     Args:
-        start: starts it.
-        outputs: the tensors that it fills.
+        start: starts the collective.
+        outputs: the tensors that the collective fills.
 
     Returns:
-        Its work; None where the outputs are filled.
+        The work of the collective; None if the outputs are filled.
     """
-    now = _now
+    run = _current
     with _replaced(_run):  # A collective may consist of others.
-        return now(start, outputs)
+        return run(start, outputs)
 
 
 @contextmanager
 def _replaced(by: Collective) -> Iterator[None]:
-    global _now
-    before, _now = _now, by
+    global _current
+    before, _current = _current, by
     try:
         yield
     finally:
-        _now = before
+        _current = before
 
 
-class KeptResults:
+class CollectiveResults:
     """The results of the collectives of a forward pass, in the order in which they began."""
 
     def __init__(self) -> None:
         self._results: list[list[Tensor]] = []
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep results of the collectives in the context, behind those of earlier contexts."""
-        with _replaced(self._keep):
+    def recorded(self) -> Iterator[None]:
+        """Record the results of the collectives in the context, after those of earlier contexts."""
+        with _replaced(self._record):
             yield
 
     @contextmanager
-    def returned(self) -> Iterator[None]:
-        """Let the collectives in the context return what is kept, in the same order."""
+    def replayed(self) -> Iterator[None]:
+        """Return the recorded results, in their order, from the collectives in the context."""
         results = iter(self._results)
 
         def fill(_: Start, outputs: Sequence[Tensor]) -> None:
@@ -74,9 +74,9 @@ class KeptResults:
         with _replaced(fill):
             yield
 
-    def _keep(self, start: Start, outputs: Sequence[Tensor]) -> dist.Work:
+    def _record(self, start: Start, outputs: Sequence[Tensor]) -> dist.Work:
         work = start()
         work.wait()
-        # Layers may change theirs.
+        # Copies, as layers may change the outputs in place.
         self._results.append([output.detach().clone() for output in outputs])
         return work
