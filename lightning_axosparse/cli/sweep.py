@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from axosparse_commands.arguments import sweep as arguments_of_sweep
-from lightning_axosparse.callbacks.report.facts import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult, too_short
 from lightning_axosparse.callbacks.report.tables import Section
 from lightning_axosparse.cli.job import Job, command, jobs_in
 
@@ -138,14 +138,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         writer.writerows(rows)
 
 
-def sections(jobs: Sequence[Job], found: Sequence[Point], rows: Sequence[Row]) -> list[Section]:
-    """Return the tables of a report in order, without empty ones."""
-    every = [_summary(found), _unfinished(jobs), _jobs(rows)]
-    return [section for section in every if section.rows]
-
-
 def _summary(found: Sequence[Point]) -> Section:
-    dense = next((p for p in found if (p.label, p.ratio) == ("dense", None)), None)
+    dense = _dense(found)
     others = [measure for measure in CURVES.values() if measure is not TEST]
     rows = []
     for point in found:
@@ -163,6 +157,11 @@ def _summary(found: Sequence[Point]) -> Section:
     columns = ["arm", "pruned", "seeds", TEST.name, "against dense"]
     columns += [measure.name for measure in others]
     return Section("Mean over seeds (least to most)", columns, rows)
+
+
+def _dense(found: Sequence[Point]) -> Point | None:
+    """The dense runs, with which others are compared."""
+    return next((p for p in found if (p.label, p.ratio) == ("dense", None)), None)
 
 
 def _spread(point: Point, measure: Measure) -> str:
@@ -217,7 +216,8 @@ def _row(job: Job, others: Sequence[str]) -> Row:
 
 
 _NUMBERS = (
-    *("stages", "replicas", "parameters", "steps", "density", "draw_step"),
+    *("stages", "replicas", "parameters", "tokens_a_parameter", "steps"),
+    *("density", "draw_step"),
     *("validation_perplexity", "test_perplexity", "validation_loss", "test_loss"),
     *("validation_accuracy", "test_accuracy", "train_loss"),
 )
@@ -242,12 +242,12 @@ def curves(found: Sequence[Point]) -> dict[str, Figure]:
     for name, measure in CURVES.items():
         if not any(p.ratio is not None and p.values(measure) for p in found):
             continue
-        figures[name] = figure = Figure(figsize=(8, 4.8), layout="constrained")
+        figures[name] = figure = Figure(figsize=(4, 2.8), layout="constrained")
         axes = figure.subplots()
         for number, label in enumerate(dict.fromkeys(point.label for point in found)):
             own = [p for p in found if p.label == label and p.values(measure)]
             _curve(axes, own, measure, label, f"C{number % 10}")
-        axes.set(xlabel="pruned (fraction of the entries)", ylabel=measure.name)
+        axes.set(xlabel="pruned (fraction of the entries)", title=measure.name)
         axes.legend(frameon=False, fontsize="small")
     return figures
 
@@ -257,29 +257,16 @@ def _curve(axes: Axes, own: Sequence[Point], measure: Measure, label: str, color
 
     An arm that is the same at all ratios is a line in a band.
     """
-    ratios, means, below, above = [], [], [], []
     for point in own:
         values = point.values(measure)
-        middle, least, most = mean(values), min(values), max(values)
         if point.ratio is None:
-            axes.axhline(middle, linestyle="--", label=label, color=color)
-            axes.axhspan(least, most, alpha=0.15, color=color)
-            continue
-        ratios.append(point.ratio)
-        means.append(middle)
-        below.append(middle - least)
-        above.append(most - middle)
-    if ratios:
-        axes.errorbar(
-            ratios,
-            means,
-            [below, above],
-            fmt="o-",
-            capsize=3,
-            markersize=4,
-            label=label,
-            color=color,
-        )
+            axes.axhline(mean(values), linestyle="--", label=label, color=color)
+            axes.axhspan(min(values), max(values), alpha=0.15, color=color)
+        else:
+            axes.vlines(point.ratio, min(values), max(values), color=color)
+    means = [(p.ratio, mean(p.values(measure))) for p in own if p.ratio is not None]
+    if means:
+        axes.plot(*zip(*means, strict=True), "o-", markersize=4, label=label, color=color)
 
 
 # The report
@@ -288,21 +275,36 @@ def _curve(axes: Axes, own: Sequence[Point], measure: Measure, label: str, color
 def gather(folder: Path) -> list[Job]:
     """Write ``sweep.csv``, ``sweep.html`` and pictures to a sweep's folder; return its jobs."""
     # matplotlib takes long to import.
-    from lightning_axosparse.callbacks.report.page import figure, page, save_plots, table
+    from lightning_axosparse.callbacks.report.page import (
+        figure,
+        page,
+        paragraph,
+        save_plots,
+        table,
+    )
 
     jobs = jobs_in(folder)
     found, others = points(jobs), varying(jobs)
     rows = [_row(job, others) for job in jobs]
     write_csv(rows, folder / "sweep.csv")
-    blocks = [f"<p>{_finished(jobs)}</p>"]
+    blocks = [paragraph(_finished(jobs)), *map(paragraph, _warnings(found))]
     if resume := resume_command(folder):
         blocks.append(f"<p>The command that goes on with it: <code>{escape(resume)}</code></p>")
     plots = curves(found)
     save_plots(plots, folder)
-    blocks += [figure(name, plot) for name, plot in plots.items()]
-    blocks += map(table, sections(jobs, found, rows))
+    blocks += [table(_summary(found)), *(figure(name, plot) for name, plot in plots.items())]
+    blocks += [table(_unfinished(jobs)), table(_jobs(rows))]
     (folder / "sweep.html").write_text(page("Sweep", blocks))
     return jobs
+
+
+def _warnings(found: Sequence[Point]) -> list[str]:
+    """Say what the numbers of finished jobs do not show."""
+    results = [job.result for point in found for job in point.jobs if job.result]
+    warnings = [too_short(min((result.tokens_a_parameter for result in results), default=0))]
+    if found and _dense(found) is None:
+        warnings.append("No run of the dense arm has finished: what pruning costs is not known.")
+    return list(filter(None, warnings))
 
 
 def summary(folder: Path, jobs: Sequence[Job]) -> str:
