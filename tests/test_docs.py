@@ -84,6 +84,25 @@ def test_links_lead_somewhere() -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
+def test_a_short_navigation_leads_to_every_page() -> None:
+    docs = REPOSITORY / "docs"
+    _, _, navigation = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:\n")
+    reached = {docs / name for name in re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)}
+    assert len(reached) <= 20
+    pages = {*PAGES[1:], *API, *(REPOSITORY / "benchmarks").glob("*/README.md")}
+    notebooks = {*(REPOSITORY / "notebooks").glob("*.ipynb")}
+    new = reached
+    while new:
+        targets = {
+            (page.parent / target).resolve()
+            for page in new & pages
+            for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+        }
+        new = targets - reached
+        reached = reached | targets
+    assert (pages | notebooks) - reached == set()
+
+
 def test_files_that_a_page_shows_are_those_of_the_examples() -> None:
     shown = [
         block

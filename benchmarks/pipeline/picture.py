@@ -27,8 +27,9 @@ ALL_REDUCE = 0.4
 JITTER = 0.15
 """Standard deviation of the logarithm of a pass."""
 
-WIDTH, ROW, BAR, LEFT, TOP = 960, 26, 20, 96, 34
-TEXT = 'font-family="system-ui, sans-serif" font-size="13" fill="#333"'
+WIDTH, ROW, BAR, LEFT, TOP = 560, 26, 20, 70, 34
+"""Narrow, so that its words can be read on a phone."""
+TEXT = 'font-family="system-ui, sans-serif" font-size="14" fill="#333"'
 
 
 def step(stages: int, share: float) -> list[Simulation]:
@@ -102,11 +103,12 @@ def picture() -> str:
     ]
     shown: tuple[Activity, ...] = ("forward", "backward", "all-reduce")
     for place, activity in enumerate(shown):
-        x, y = LEFT + 150 * place, height - 22
+        x, y = LEFT + 110 * place, height - 22
         lines.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{COLOURS[activity]}"/>')
         lines.append(f'<text x="{x + 18}" y="{y + 11}" {TEXT}>{activity}</text>')
     lines.append(f'<text x="{WIDTH - 12}" y="{height - 11}" {TEXT} text-anchor="end">time</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">'
+    size = f'width="{WIDTH}" viewBox="0 0 {WIDTH} {height}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
     back = f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>'
     return "\n".join([head, back, *lines, "</svg>", ""])
 

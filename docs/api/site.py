@@ -17,3 +17,8 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     if not page.file.src_uri.startswith("api/"):
         return markdown
     return "\n\n".join([markdown.partition("\n")[0], *shown])
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave out Sphinx's roles, which Markdown does not know."""
+    return re.sub(r":(?:class|func|meth|attr|mod|exc):(?=<code>)", "", html)

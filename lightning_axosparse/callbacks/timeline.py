@@ -23,6 +23,7 @@ from lightning_axosparse.support.trace import PASSES, Activity, Span, clock
 from lightning_axosparse.support.troubleshooting import require_cli, see
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -99,13 +100,20 @@ def chrome_trace(step: RecordedStep) -> dict[str, Any]:
 
 
 def gantt(steps: Sequence[RecordedStep]) -> Figure:
-    """Plot steps, one below the other."""
+    """Plot steps, one below the other, on one time axis."""
     from matplotlib.figure import Figure
 
-    rows = sum(len(step.rows) for step in steps)
-    figure = Figure(figsize=(12, 1.5 * len(steps) + 0.6 * rows), layout="constrained")
-    for axes, step in zip(figure.subplots(len(steps), squeeze=False)[:, 0], steps, strict=True):
+    rows = [len(step.rows) or 1 for step in steps]
+    figure = Figure(figsize=(6, 0.7 * len(steps) + 0.4 * sum(rows) + 0.6), layout="constrained")
+    panels = figure.subplots(len(steps), squeeze=False, sharex=True, height_ratios=rows)[:, 0]
+    used: dict[str, Artist] = {}
+    for axes, step in zip(panels, steps, strict=True):
         plot_gantt(axes, step)
+        axes.label_outer()
+        if legend := axes.get_legend():
+            used |= {str(patch.get_label()): patch for patch in legend.legend_handles}
+            legend.remove()
+    figure.legend(handles=[*used.values()], loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 
@@ -122,11 +130,11 @@ def plot_gantt(axes: Axes, step: RecordedStep) -> None:
         left, width = (span.start - step.start) * 1e3, (span.end - span.start) * 1e3
         colour = COLOURS[span.activity]
         axes.barh(y, width, height, left, color=colour, edgecolor="white", lw=edge, zorder=layer)
-        if span.microbatch is not None and span.activity != "wait" and width > end * 1e3 / 60:
+        if span.microbatch is not None and span.activity != "wait" and width > end * 1e3 / 40:
             axes.text(left + width / 2, y, str(span.microbatch), ha="center", va="bottom")
     axes.set_yticks(list(rows.values()), [f"replica {r}, stage {s}" for r, s in rows])
     axes.invert_yaxis()
-    axes.set_xlim(0, end * 1e3 or 1)
+    axes.margins(x=0)
     axes.set_xlabel("ms")
     axes.set_title(f"epoch {step.epoch}, batch {step.batch_idx}: {step.period} weights")
     used = [a for a in COLOURS if any(span.activity == a for span in step.spans)]
@@ -241,7 +249,7 @@ class PipelineTimeline(L.Callback):
         for step in self.steps:
             path = folder / f"timeline-{step.period}"
             path.with_suffix(".json").write_text(json.dumps(chrome_trace(step)))
-            gantt([step]).savefig(path.with_suffix(".png"), dpi=120)
+            gantt([step]).savefig(path.with_suffix(".png"), dpi=200)
 
 
 def grid_of(trainer: L.Trainer) -> Grid:

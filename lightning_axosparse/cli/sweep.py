@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from axosparse_commands.arguments import sweep_parser
-from lightning_axosparse.callbacks.report.facts import RunResult
+from lightning_axosparse.callbacks.report.facts import RunResult, too_short
 from lightning_axosparse.callbacks.report.tables import Section
 from lightning_axosparse.cli.job import Job, command, jobs_in
 
@@ -141,14 +141,8 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
         writer.writerows(rows)
 
 
-def sections(jobs: Sequence[Job], points: Sequence[Point], rows: Sequence[Row]) -> list[Section]:
-    """Return the tables of a report in order, without empty ones."""
-    tables = [_summary(points), _unfinished(jobs), _jobs(rows)]
-    return [section for section in tables if section.rows]
-
-
 def _summary(points: Sequence[Point]) -> Section:
-    dense = next((p for p in points if (p.label, p.ratio) == ("dense", None)), None)
+    dense = _dense(points)
     others = [measure for measure in CURVES.values() if measure is not TEST_PERPLEXITY]
     rows = []
     for point in points:
@@ -166,6 +160,11 @@ def _summary(points: Sequence[Point]) -> Section:
     columns = ["arm", "pruned", "seeds", TEST_PERPLEXITY.name, "against dense"]
     columns += [measure.name for measure in others]
     return Section("Mean over seeds (least to most)", columns, rows)
+
+
+def _dense(points: Sequence[Point]) -> Point | None:
+    """Return the dense runs, with which others are compared."""
+    return next((p for p in points if (p.label, p.ratio) == ("dense", None)), None)
 
 
 def _mean_and_range(point: Point, measure: Measure) -> str:
@@ -220,7 +219,8 @@ def _row(job: Job, keys: Sequence[str]) -> Row:
 
 
 _RESULT_COLUMNS = (
-    *("stages", "replicas", "parameters", "steps", "density", "draw_step"),
+    *("stages", "replicas", "parameters", "tokens_per_parameter", "steps"),
+    *("density", "draw_step"),
     *("validation_perplexity", "test_perplexity", "validation_loss", "test_loss"),
     *("validation_accuracy", "test_accuracy", "train_loss"),
 )
@@ -245,12 +245,12 @@ def curves(points: Sequence[Point]) -> dict[str, Figure]:
     for name, measure in CURVES.items():
         if not any(p.ratio is not None and p.values(measure) for p in points):
             continue
-        figures[name] = figure = Figure(figsize=(8, 4.8), layout="constrained")
+        figures[name] = figure = Figure(figsize=(4, 2.8), layout="constrained")
         axes = figure.subplots()
         for number, label in enumerate(dict.fromkeys(point.label for point in points)):
             arm = [p for p in points if p.label == label and p.values(measure)]
             _plot_arm(axes, arm, measure, label, f"C{number % 10}")
-        axes.set(xlabel="pruned (fraction of the entries)", ylabel=measure.name)
+        axes.set(xlabel="pruned (fraction of the entries)", title=measure.name)
         axes.legend(frameon=False, fontsize="small")
     return figures
 
@@ -260,29 +260,16 @@ def _plot_arm(axes: Axes, arm: Sequence[Point], measure: Measure, label: str, co
 
     An arm that is the same at all ratios is a horizontal line in a band.
     """
-    ratios, means, below, above = [], [], [], []
     for point in arm:
         values = point.values(measure)
-        average, least, most = mean(values), min(values), max(values)
         if point.ratio is None:
-            axes.axhline(average, linestyle="--", label=label, color=color)
-            axes.axhspan(least, most, alpha=0.15, color=color)
-            continue
-        ratios.append(point.ratio)
-        means.append(average)
-        below.append(average - least)
-        above.append(most - average)
-    if ratios:
-        axes.errorbar(
-            ratios,
-            means,
-            [below, above],
-            fmt="o-",
-            capsize=3,
-            markersize=4,
-            label=label,
-            color=color,
-        )
+            axes.axhline(mean(values), linestyle="--", label=label, color=color)
+            axes.axhspan(min(values), max(values), alpha=0.15, color=color)
+        else:
+            axes.vlines(point.ratio, min(values), max(values), color=color)
+    means = [(p.ratio, mean(p.values(measure))) for p in arm if p.ratio is not None]
+    if means:
+        axes.plot(*zip(*means, strict=True), "o-", markersize=4, label=label, color=color)
 
 
 # The report
@@ -291,21 +278,36 @@ def _plot_arm(axes: Axes, arm: Sequence[Point], measure: Measure, label: str, co
 def gather(folder: Path) -> list[Job]:
     """Write ``sweep.csv``, ``sweep.html`` and plots to a sweep's folder; return its jobs."""
     # matplotlib takes long to import.
-    from lightning_axosparse.callbacks.report.page import figure, page, save_plots, table
+    from lightning_axosparse.callbacks.report.page import (
+        figure,
+        page,
+        paragraph,
+        save_plots,
+        table,
+    )
 
     jobs = jobs_in(folder)
     points, keys = group_jobs(jobs), differing_keys(jobs)
     rows = [_row(job, keys) for job in jobs]
     write_csv(rows, folder / "sweep.csv")
-    blocks = [f"<p>{_finished(jobs)}</p>"]
+    blocks = [paragraph(_finished(jobs)), *map(paragraph, _warnings(points))]
     if resume := resume_command(folder):
         blocks.append(f"<p>The command that resumes the sweep: <code>{escape(resume)}</code></p>")
     plots = curves(points)
     save_plots(plots, folder)
-    blocks += [figure(name, plot) for name, plot in plots.items()]
-    blocks += map(table, sections(jobs, points, rows))
+    blocks += [table(_summary(points)), *(figure(name, plot) for name, plot in plots.items())]
+    blocks += [table(_unfinished(jobs)), table(_jobs(rows))]
     (folder / "sweep.html").write_text(page("Sweep", blocks))
     return jobs
+
+
+def _warnings(points: Sequence[Point]) -> list[str]:
+    """Say what the numbers of finished jobs do not show."""
+    results = [job.result for point in points for job in point.jobs if job.result]
+    warnings = [too_short(min((result.tokens_per_parameter for result in results), default=0))]
+    if points and _dense(points) is None:
+        warnings.append("No run of the dense arm has finished: what pruning costs is not known.")
+    return list(filter(None, warnings))
 
 
 def summary(folder: Path, jobs: Sequence[Job]) -> str:

@@ -200,6 +200,19 @@ def quality(loss: float, accuracy: float | None = None) -> dict[str, float]:
     return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": loss / math.log(2)}
 
 
+LONG = 20
+"""Tokens per parameter of runs in which the cost of pruning is measured (``docs/tickets.md``)."""
+
+
+def too_short(tokens: float) -> str:
+    """Say so if a training on text had too few tokens per parameter to judge quality, else ""."""
+    if not 0 < tokens < LONG / 2:
+        return ""
+    return (
+        f"Too short to judge quality: {tokens:.2g} tokens per parameter, about {LONG} are needed."
+    )
+
+
 def perplexity(loss: float) -> float:
     """Return the perplexity of a mean loss in nats; infinity for a loss that has diverged."""
     return math.exp(loss) if loss < 700 else loss * math.inf
@@ -218,6 +231,7 @@ class RunResult:
     stages: int
     replicas: int
     parameters: int
+    tokens_per_parameter: float
     train_loss: float | None
     dense_validation_loss: float | None
     validation_loss: float | None
@@ -241,6 +255,7 @@ class RunResult:
             stages=1 + max(rank.stage for rank in facts.ranks),
             replicas=1 + max(rank.replica for rank in facts.ranks),
             parameters=facts.parameters,
+            tokens_per_parameter=facts.tokens_per_parameter,
             train_loss=facts.losses[-1] if facts.losses else None,
             dense_validation_loss=None if dense is None else dense.loss,
             validation_loss=None if final is None else final.loss,

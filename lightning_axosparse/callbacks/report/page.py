@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import islice
 from pathlib import Path
+from string import Template
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -17,7 +19,13 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d
 
 from lightning_axosparse.callbacks.report.facts import RunFacts
-from lightning_axosparse.callbacks.report.tables import Section, about, sections
+from lightning_axosparse.callbacks.report.tables import (
+    Section,
+    about,
+    headline,
+    sections,
+    sentences,
+)
 from lightning_axosparse.callbacks.timeline import RecordedStep, gantt
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
@@ -30,10 +38,18 @@ _MAX_PIXELS = 64
 
 
 def html(facts: RunFacts, plots: Sequence[str], masks: Sequence[str] = ()) -> str:
-    """Return the page of a run, with blocks of HTML for its plots and the masks of its ticket."""
-    return page(
-        "Training report", [table(about(facts)), *plots, *map(table, sections(facts)), *masks]
+    """Return the page of a run; its plots and the masks of its ticket are blocks of HTML."""
+    words = [_headline(facts), *map(paragraph, sentences(facts))]
+    tables = map(table, [*sections(facts), about(facts)])
+    return page("Training report", [*words, *plots, *tables, *masks])
+
+
+def _headline(facts: RunFacts) -> str:
+    numbers = "\n".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(' → '.join(values))}</dd></div>"
+        for name, values in headline(facts).items()
     )
+    return f"<dl>\n{numbers}\n</dl>"
 
 
 def mask_pictures(ticket: Ticket | ChannelTicket | None) -> list[str]:
@@ -53,7 +69,7 @@ def mask_pictures(ticket: Ticket | ChannelTicket | None) -> list[str]:
     more = len(ticket.masks) - len(figures)
     rest = f" {more} more are not shown." if more else ""
     about = f"<p>Outputs downwards, inputs to the right; dark is unpruned.{rest}</p>"
-    return ["\n".join(["<h2>Masks</h2>", about, *figures])]
+    return ["\n".join(["<section><h2>Masks</h2>", about, *figures, "</section>"])]
 
 
 def _png(mask: Tensor) -> bytes:
@@ -66,36 +82,47 @@ def _png(mask: Tensor) -> bytes:
     return file.getvalue()
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem;
-  color: #222; background: #fff }
-table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
-th, td { border-bottom: 1px solid #ddd; padding: .25rem .6rem; text-align: left }
-td + td { font-variant-numeric: tabular-nums }
-code { background: #f4f4f4; overflow-wrap: anywhere } img { max-width: 100% }
-figure { margin: 1rem 0 } figure.masks { display: inline-block; margin-right: 1rem }
-figure.plot { overflow-x: auto } figure.plot img { min-width: 44rem }
-figcaption { font-size: 13px } figure.masks img { image-rendering: pixelated; width: 128px }
-"""
-
-
 def page(title: str, blocks: Sequence[str]) -> str:
-    """Return a page of blocks of HTML."""
-    phone = '<meta name="viewport" content="width=device-width">'
-    head = f'<meta charset="utf-8">{phone}<title>{escape(title)}</title><style>{_STYLE}</style>'
-    body = [f"<h1>{escape(title)}</h1>", *blocks]
-    lines = ['<!doctype html>\n<html lang="en">', f"<head>{head}</head>", "<body>", *body]
-    return "\n".join([*lines, "</body></html>\n"])
+    """Return a whole page of blocks of HTML: ``page.html`` around them."""
+    template = Template(Path(__file__).with_suffix(".html").read_text())
+    return template.substitute(title=escape(title), blocks="\n".join(blocks))
+
+
+def paragraph(text: str) -> str:
+    """Return a sentence or more as a block."""
+    return f"<p>{escape(text)}</p>"
 
 
 def table(section: Section) -> str:
-    """Return a section as HTML: its title and its table."""
-    head = "".join(f"<th>{escape(column)}</th>" for column in section.columns)
-    rows = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>"
+    """Return one table below its title; numbers are to the right, and shares have bars.
+
+    Without rows it is empty.
+    """
+    if not section.rows:
+        return ""
+    columns = zip(*section.rows, strict=True)
+    align = [' class="number"' if _are_numbers(column) else "" for column in columns]
+    rows = [
+        "".join(
+            f"<td{a}{_bar(cell)}>{escape(cell)}</td>" for a, cell in zip(align, row, strict=True)
+        )
         for row in section.rows
-    )
-    return f"<h2>{escape(section.title)}</h2>\n<table>\n<tr>{head}</tr>\n{rows}\n</table>"
+    ]
+    head = "".join(f"<th{a}>{escape(c)}</th>" for a, c in zip(align, section.columns, strict=True))
+    body = "\n".join(f"<tr>{row}</tr>" for row in [head, *rows])
+    return f"<section><h2>{escape(section.title)}</h2>\n<table>\n{body}\n</table></section>"
+
+
+def _are_numbers(cells: Iterable[str]) -> bool:
+    """Whether most of a column's cells begin with a number."""
+    filled = [cell for cell in cells if cell]
+    return 2 * sum(bool(re.match(r"[-+]?\d", cell)) for cell in filled) > len(filled)
+
+
+def _bar(cell: str) -> str:
+    """Return the style that draws a bar behind a percentage."""
+    share = re.fullmatch(r"([\d.]+) ?%", cell)
+    return f' style="--share: {share[1]}%"' if share else ""
 
 
 def figure(name: str, plot: Figure) -> str:
@@ -103,7 +130,7 @@ def figure(name: str, plot: Figure) -> str:
     file = io.BytesIO()
     with rc_context({"svg.fonttype": "none"}):
         plot.savefig(file, format="svg", metadata={"Date": None})
-    return f'<figure class="plot">{_picture(name, file.getvalue(), "svg+xml")}</figure>'
+    return f"<figure>{_picture(name, file.getvalue(), 'svg+xml')}</figure>"
 
 
 def _picture(name: str, data: bytes, kind: str) -> str:
@@ -137,7 +164,7 @@ def plots(facts: RunFacts, steps: Sequence[RecordedStep]) -> dict[str, Figure]:
 
 
 def _figure(title: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(4.8, 2.7), layout="constrained")
     axes = figure.subplots()
     axes.set(xlabel="optimizer step", ylabel=ylabel, title=title)
     return figure, axes
@@ -156,5 +183,5 @@ def _finish_axes(axes: Axes, facts: RunFacts) -> None:
 def save_plots(figures: Mapping[str, Figure], folder: Path) -> list[str]:
     """Write plots as PNG to ``folder``; return their file names in order."""
     for name, plot in figures.items():
-        plot.savefig(folder / f"{name}.png", dpi=120)
+        plot.savefig(folder / f"{name}.png", dpi=200)
     return [f"{name}.png" for name in figures]

@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
-from lightning_axosparse.callbacks.report.facts import RankFacts, RunFacts, Work, perplexity
+from lightning_axosparse.callbacks.report.facts import (
+    LONG,
+    RankFacts,
+    RunFacts,
+    RunResult,
+    Work,
+    perplexity,
+    too_short,
+)
 from lightning_axosparse.callbacks.ticket_callback import Period
 
 if TYPE_CHECKING:
@@ -54,6 +63,34 @@ def about(facts: RunFacts) -> Section:
     return Section("Run", ("", "value"), list(facts.about.items()))
 
 
+def headline(facts: RunFacts) -> dict[str, list[str]]:
+    """Return what pruning changes, before and after the draw; without empty ones."""
+    result, quality = RunResult.of(facts, {}), _quality(facts)
+    state = [max(held) for p, held in result.state_bytes.items() if p != "pruning"]
+    seconds = [fmean(seconds) for p, seconds in result.step_seconds.items() if p != "pruning"]
+    every = {
+        "model state of the largest rank": [_bytes(number) for number in state],
+        "mean step": [f"{1e3 * mean:.1f} ms" for mean in seconds],
+        f"validation {quality.columns[1]}": [
+            row[1] for row in quality.rows if row[0].startswith("validation")
+        ],
+    }
+    return {name: values for name, values in every.items() if values}
+
+
+def sentences(facts: RunFacts) -> list[str]:
+    """Say what the draw of the ticket means, and whether the training was too short."""
+    found = []
+    if facts.draw is not None:
+        step = facts.draw.step
+        when = "before this training" if step is None else f"after {step} optimizer steps"
+        found.append(
+            f"The ticket was drawn {when}: from then on the masks are fixed, and "
+            f"only {facts.draw.density:.1%} of the entries of pruned weights are stored and sent."
+        )
+    return [*found, *filter(None, [too_short(facts.tokens_per_parameter)])]
+
+
 def sections(facts: RunFacts) -> list[Section]:
     """Return the tables of the report in order, without empty ones."""
     tables = [
@@ -88,15 +125,11 @@ def _quality(facts: RunFacts) -> Section:
     return Section("Quality", ("text", "perplexity", "bits per byte", "loss"), units)
 
 
-_ENOUGH_TOKENS = 20
-"""Tokens per parameter of runs in which the cost of pruning is measured (``docs/tickets.md``)."""
-
-
 def _length(facts: RunFacts) -> Section:
     tokens = facts.tokens_per_parameter
     rows = [("tokens per parameter", f"{tokens:.2g}" if tokens < 10 else f"{tokens:.0f}")]
-    if tokens < _ENOUGH_TOKENS / 2:
-        rows.append(("note", f"too few to judge quality, which takes {_ENOUGH_TOKENS}"))
+    if too_short(tokens):
+        rows.append(("too short to judge quality", f"about {LONG} are needed"))
     return Section("Length of the training", ("", "value"), rows if tokens else [])
 
 

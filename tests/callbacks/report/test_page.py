@@ -5,11 +5,19 @@ from base64 import b64decode
 from dataclasses import replace
 from html import unescape
 
+import pytest
 import torch
 
 from lightning_axosparse import Ticket
-from lightning_axosparse.callbacks.report.page import figure, html, mask_pictures, plots, save_plots
-from lightning_axosparse.callbacks.report.tables import sections
+from lightning_axosparse.callbacks.report.page import (
+    figure,
+    html,
+    mask_pictures,
+    plots,
+    save_plots,
+    table,
+)
+from lightning_axosparse.callbacks.report.tables import Section, headline, sections, sentences
 from lightning_axosparse.callbacks.timeline import RecordedStep
 from lightning_axosparse.support.trace import Span
 from tests.callbacks.report.runs import make_facts
@@ -30,8 +38,26 @@ def made() -> str:
 
 
 def test_the_tables_are_those_of_the_report() -> None:
-    cells = [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", made())]
+    cells = [unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", made())]
     assert cells == [cell for part in sections(make_facts()) for row in part.rows for cell in row]
+
+
+def test_the_page_begins_with_what_pruning_changes() -> None:
+    names, numbers = (re.findall(f"<{tag}>(.*?)</{tag}>", made()) for tag in ("dt", "dd"))
+    assert dict(zip(names, numbers, strict=True)) == {
+        name: " → ".join(values) for name, values in headline(make_facts()).items()
+    }
+    assert all(f"<p>{sentence}</p>" in made() for sentence in sentences(make_facts()))
+
+
+def test_columns_of_numbers_are_to_the_right_and_shares_have_bars() -> None:
+    rows = [("a", "1.5", "60.0 %", "now"), ("b", "", "5 %", "3"), ("c", "+2", "", "then")]
+    shown = table(Section("Cells", ("name", "number", "share", "text"), rows))
+    first, *_ = re.findall(r"<tr>(<td.*)</tr>", shown)
+    assert first == (
+        '<td>a</td><td class="number">1.5</td>'
+        '<td class="number" style="--share: 60.0%">60.0 %</td><td>now</td>'
+    )
 
 
 def test_the_plots_are_pictures_whose_words_can_be_read() -> None:
@@ -40,6 +66,14 @@ def test_the_plots_are_pictures_whose_words_can_be_read() -> None:
     assert "optimizer step" in found["loss"]
     assert "threshold" in found["mask_distance"]
     assert "epoch 1, batch 4: dense weights" in found["gantt"]
+
+
+def test_steps_are_drawn_on_one_time_axis() -> None:
+    short = replace(STEP, weights="sparse", spans=[Span("optimizer", 20.0, 20.004, 0, None)])
+    [longer, shorter] = plots(make_facts(), [STEP, short])["gantt"].axes
+    assert longer.get_xlim() == shorter.get_xlim() == pytest.approx((0, 10))
+    [legend] = longer.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["forward", "optimizer"]
 
 
 def test_nothing_is_loaded_from_elsewhere() -> None:

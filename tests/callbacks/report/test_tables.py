@@ -8,7 +8,9 @@ from rich.console import Console
 
 from lightning_axosparse.callbacks.report.facts import RunFacts, TicketDraw
 from lightning_axosparse.callbacks.report.tables import (
+    headline,
     sections,
+    sentences,
     terminal,
 )
 from lightning_axosparse.distributed.grid import Grid
@@ -113,8 +115,31 @@ def test_a_short_training_shows_nothing_of_quality(facts):
     facts.parameters = 1000
     assert not any(section.title.startswith("Length") for section in sections(facts))
     facts.ranks[0].tokens, facts.ranks[2].tokens = 100, 90.5
-    [(_, tokens), (_, meaning)] = rows(facts, "Length")
-    assert tokens == "0.19"
-    assert meaning.startswith("too few to judge quality")
+    assert rows(facts, "Length") == [
+        ("tokens per parameter", "0.19"),
+        ("too short to judge quality", "about 20 are needed"),
+    ]
+    sentence = "Too short to judge quality: 0.19 tokens per parameter, about 20 are needed."
+    assert sentences(facts)[1:] == [sentence]
     facts.ranks[0].tokens = 20_000
     assert rows(facts, "Length") == [("tokens per parameter", "20")]
+    assert len(sentences(facts)) == 1
+
+
+def test_the_headline_has_what_pruning_changes(facts):
+    facts.ranks[3].work["sparse"].state["weights"] = 1_000_000
+    facts.ranks[2].work["sparse"].state["weights"] = 9_000_000
+    assert headline(facts) == {
+        "model state of the largest rank": ["32.00 MB", "33.00 MB"],
+        "mean step": ["200.0 ms", "100.0 ms"],
+        "validation perplexity": [f"{math.e**2:.3f}", f"{math.e:.3f}"],
+    }
+    [drawn] = sentences(facts)
+    assert drawn.startswith("The ticket was drawn after 1 optimizer steps: ")
+    assert "20.0% of the entries" in drawn
+    dense = replace(facts, draw=None, validations=[])
+    for rank in dense.ranks:
+        del rank.work["sparse"]
+    expected = {"model state of the largest rank": ["32.00 MB"], "mean step": ["200.0 ms"]}
+    assert headline(dense) == expected
+    assert sentences(dense) == []

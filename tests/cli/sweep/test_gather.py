@@ -51,8 +51,9 @@ def test_the_summary_has_means_and_spreads(sweep):
     dense = [results[f"dense-{seed}"].test_perplexity for seed in (0, 1)]
     against = sum(a / b for a, b in zip(values, dense, strict=True)) / 2 - 1
     text = (folder / "sweep.html").read_text()
-    cells = re.escape(f"<td>{shown}</td><td>{against:+.1%}</td>")
-    assert re.search(rf"<tr><td>ticket</td><td>0\.8</td>.*{cells}", text)
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in text.split("<tr>")]
+    [row] = [row for row in rows if row[:2] == ["ticket", "0.8"]]
+    assert row[3:5] == [shown, f"{against:+.1%}"]
 
 
 def test_jobs_that_failed_or_were_killed_are_named_with_their_commands(sweep):
@@ -72,6 +73,24 @@ def test_the_page_stands_alone(sweep):
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert "No &lt;memory&gt; | here" in page
     assert sorted(path.name for path in folder.glob("*.png")) == PICTURES
+
+
+def test_the_table_is_above_the_curves(sweep):
+    page = (sweep[0] / "sweep.html").read_text()
+    assert page.index("Mean over seeds") < page.index("<img") < page.index("All jobs")
+
+
+def test_the_page_says_what_the_numbers_do_not_show(sweep, tmp_path):
+    folder, *_ = sweep
+    short, no_dense = "Too short to judge quality", "No run of the dense arm has finished"
+    assert short not in (folder / "sweep.html").read_text()
+    assert no_dense not in (folder / "sweep.html").read_text()
+    for seed, tokens in enumerate((0.19, 4.0)):
+        write_job(tmp_path / str(seed), "ticket", 0.8, seed, tokens_per_parameter=tokens)
+    gather(tmp_path)
+    page = (tmp_path / "sweep.html").read_text()
+    assert f"{short}: 0.19 tokens per parameter, about 20 are needed." in page
+    assert no_dense in page
 
 
 def test_the_command_that_goes_on(tmp_path):
