@@ -16,7 +16,6 @@ import copy
 import statistics
 from collections.abc import Callable
 
-import openvino as ov  # type: ignore[import-not-found, unused-ignore]
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +37,9 @@ class Block(nn.Module):
 
 
 def in_openvino(model: nn.Module, inputs: Tensor, **properties: object) -> Callable[[], Tensor]:
-    """Compile a model for one thread; return a function that runs it."""
+    """Compile a model for torch's number of threads; return a function that runs it."""
+    import openvino as ov  # type: ignore[import-not-found, unused-ignore]
+
     exported = ov.convert_model(model, example_input=inputs)
     options = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, **properties}
     # The default precision where the processor has bfloat16 products.

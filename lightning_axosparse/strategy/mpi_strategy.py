@@ -173,7 +173,7 @@ class MPIStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Connect this rank to the others and create the process groups of the grid."""
         grid = self._grid_of(self.global_rank)
-        this_rank().place_in(grid)
+        this_rank().set_grid(grid)
         if self._rank_count > 1:
             validate_local_rank(self.local_rank, len(self.parallel_devices or ()), self.num_nodes)
             # Importing it starts MPI, which is not needed on one rank.

@@ -70,7 +70,7 @@ def resume(stages: int, watched: Watched, path: Path) -> dict[str, Any]:
 
     run = trainer(AxoSparseStrategy(stages, 2), stages, max_steps=2, callbacks=[watched])
     module = Equal()
-    with patch.object(atomic_io.archive, "check", check):
+    with patch.object(atomic_io.archive, "verify", check):
         run.fit(module, DataLoader(torch.ones(16, WIDTH), 8), ckpt_path=path)
     weights = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
     return {

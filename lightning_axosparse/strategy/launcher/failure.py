@@ -135,5 +135,5 @@ def _error_without_report(folder: Path, code: int, name: str) -> RankFailedError
     message, file = f"A rank {describe_end(code)}", folder / f"status-{name}"
     if file.exists():
         status = read_status(str(file))
-        message = f"{status.who} {describe_end(code)}\nIt was {status.doing}."
+        message = f"{status.who} {describe_end(code)}\nIt was {status.activity}."
     return RankFailedError(message + _SEE)

@@ -69,7 +69,7 @@ def test_the_plots_are_pictures_whose_words_can_be_read() -> None:
 
 
 def test_steps_are_drawn_on_one_time_axis() -> None:
-    short = replace(STEP, weights="sparse", spans=[Span("optimizer", 20.0, 20.004, 0, None)])
+    short = replace(STEP, period="sparse", spans=[Span("optimizer", 20.0, 20.004, 0, None)])
     [longer, shorter] = plots(make_facts(), [STEP, short])["gantt"].axes
     assert longer.get_xlim() == shorter.get_xlim() == pytest.approx((0, 10))
     [legend] = longer.figure.legends
