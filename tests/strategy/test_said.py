@@ -18,7 +18,7 @@ from tests.ranks import PATIENCE, warm_python
 
 OF_LIGHTNING = re.compile(
     r"GPU available|TPU available|Tip: |Loading `train_dataloader`|is deprecated, use"
-    r"|sync_dist=True|`Trainer.fit` stopped|<frozen runpy>|\bsrun\b"
+    r"|sync_dist=True|`DistributedSampler`|`Trainer.fit` stopped|<frozen runpy>|\bsrun\b"
 )
 START = (
     r"2 stages( x 2 replicas)?: layers 'model\.0' to 'model\.5' in 3 \+ 3, the largest stage with "
