@@ -3,7 +3,8 @@
 Each stage writes a file of ``torch.save`` with its tensors, by name and whole, so they do not
 depend on the grid. The table is the checkpoint with a record in the place of each tensor, and the
 id of the files that belong to it. It is written last, and at once: until then the folder is the
-checkpoint that it was. So folders can be on file systems that rename nothing, such as ``s3://``.
+checkpoint that it was. So folders can be on file systems that rename nothing, such as ``s3://``. A
+new local folder gets its name when it is complete.
 
     last.ckpt/meta.pt                       the table, with id 4f2c...
     last.ckpt/stage-0.4f2c....pt            tensors of the first stage
@@ -12,7 +13,8 @@ checkpoint that it was. So folders can be on file systems that rename nothing, s
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -25,7 +27,12 @@ from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.distributed.process_groups import gather
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.archive import DeferredTensor, load_mapped
-from lightning_axosparse.support.files import CorruptFileError, sync_folder, temporary_folder
+from lightning_axosparse.support.files import (
+    CorruptFileError,
+    clear_partials,
+    creating_folder,
+    temporary_folder,
+)
 from lightning_axosparse.support.remote_files import local_path
 from lightning_axosparse.support.torch_internals import tree_leaves, tree_map, tree_map_only
 from lightning_axosparse.support.troubleshooting import see, without_link
@@ -55,31 +62,37 @@ def save_folder(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) ->
     """
     group = tensors.group
     stage, stages = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    if tensors.is_first:
-        identity, error = uuid4().hex, _attempt(_make, goal)
-        leaves = tree_leaves(checkpoint)
-        deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
-        own = {name: t for name, t in deferred.items() if name not in tensors.remote}
-        tensors.broadcast((identity, error, deferred.keys() & tensors.remote))
-    else:
-        identity, error, wanted = tensors.broadcast(None)
-        own = {name: t for name, t in tensors.offered().items() if name in wanted}
-    tensors.forget()
-    if error is None:
-        content = {_ID: identity, "state_dict": own}
-        error = _attempt(_write, content, goal, _file_name(stage, identity))
-        errors = [f"stage {n}: {each}" for n, each in enumerate(gather(error, group)) if each]
+    with ExitStack() as stack:
         if tensors.is_first:
-            table = tree_map_only(DeferredTensor, _record, checkpoint)
-            table = {**table, _ID: identity, _STAGES: stages}
-            error = "; ".join(errors) or _attempt(_write, table, goal, _TABLE)
-            _remove_stages(goal, identity, of_it=error is not None)
-        error = tensors.broadcast(error if tensors.is_first else None)
-    if error is not None:
-        raise OSError(
-            f"'{goal}' was not written: {error}. An older checkpoint of that name is as it was. "
-            "Make room, or write elsewhere." + see("files")
-        )
+            identity, place, error = uuid4().hex, goal, None
+            try:
+                place = stack.enter_context(_place(goal))
+            except OSError as failure:
+                error = without_link(failure)
+            leaves = tree_leaves(checkpoint)
+            deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
+            own = {name: t for name, t in deferred.items() if name not in tensors.remote}
+            tensors.broadcast((identity, place, error, deferred.keys() & tensors.remote))
+        else:
+            identity, place, error, wanted = tensors.broadcast(None)
+            own = {name: t for name, t in tensors.offered().items() if name in wanted}
+        tensors.forget()
+        if error is None:
+            content = {_ID: identity, "state_dict": own}
+            error = _attempt(_write, content, place, _file_name(stage, identity))
+            errors = [f"stage {n}: {each}" for n, each in enumerate(gather(error, group)) if each]
+            if tensors.is_first:
+                table = tree_map_only(DeferredTensor, _record, checkpoint)
+                table = {**table, _ID: identity, _STAGES: stages}
+                error = "; ".join(errors) or _attempt(_write, table, place, _TABLE)
+                error = error or _attempt(stack.close)
+                _remove_stages(goal, identity, of_it=error is not None)
+            error = tensors.broadcast(error if tensors.is_first else None)
+        if error is not None:
+            raise OSError(
+                f"'{goal}' was not written: {error}. An older checkpoint of that name is as it was."
+                " Make room, or write elsewhere." + see("files")
+            )
 
 
 def load_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -148,17 +161,23 @@ def _attempt(function: Any, *arguments: Any) -> str | None:
     return None
 
 
-def _make(goal: Any) -> None:
-    """Make the folder, in the place of a link of its name."""
+@contextmanager
+def _place(goal: Any) -> Iterator[Any]:
+    """Yield the folder to write to: the older one, or a partial one, which is renamed later."""
     local = local_path(goal)
     if local is None:
         file_system, name = url_to_fs(str(goal))
         file_system.makedirs(name, exist_ok=True)
+        yield goal
         return
     if local.is_symlink():
         local.unlink()
-    local.mkdir(parents=True, exist_ok=True)
-    sync_folder(local.parent)
+    if local.is_dir():
+        clear_partials(local)
+        yield goal
+        return
+    with creating_folder(local) as partial:
+        yield partial
 
 
 @torch.no_grad()
@@ -177,7 +196,9 @@ def _write(content: dict[str, Any], goal: Any, name: str) -> None:
 def _remove_stages(goal: Any, identity: str, of_it: bool) -> None:
     """Remove files of stages: those ``of_it``, the checkpoint with this id, or all others."""
     file_system, folder = url_to_fs(str(goal))
-    for file in file_system.glob(f"{folder}/stage-*.pt"):
-        if file.endswith(f".{identity}.pt") == of_it:
-            with suppress(FileNotFoundError):
+    file_system.invalidate_cache()  # Other ranks have written, too.
+    with suppress(OSError):  # The checkpoint is whole also where files are left.
+        for file in file_system.ls(folder, detail=False):
+            is_stage = file.rpartition("/")[2].startswith("stage-")
+            if is_stage and file.endswith(f".{identity}.pt") == of_it:
                 file_system.rm_file(file)

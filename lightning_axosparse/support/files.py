@@ -71,7 +71,29 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         ) from error
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(target.parent)
+    _sync_folder(target.parent)
+
+
+@contextmanager
+def creating_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Create a partial folder beside ``path``; rename it to ``path`` if the context ends normally.
+
+    There must be nothing at ``path``, which a killed writer so leaves as it was.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    clear_partials(target.parent, target.name)
+    partial = _partial_path(target)
+    partial.mkdir()
+    handle = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(handle)
+        yield partial
+        partial.rename(target)
+        _sync_folder(target.parent)
+    finally:
+        os.close(handle)
+        _remove(partial)
 
 
 def clear_partials(folder: str | Path, name: str | None = None) -> None:
@@ -118,7 +140,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Write the names in ``folder`` to the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

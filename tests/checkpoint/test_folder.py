@@ -103,6 +103,30 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_kill_while_a_new_one_is_written_leaves_none(tmp_path: Path) -> None:
+    path, event, absent = tmp_path / "last [1].ckpt", 1, 0
+    while killed_at(event, 1, path):
+        if path.exists():
+            assert load(path) == 1
+            break
+        absent += 1
+        event += 1
+    assert absent > 5
+    clear_partials(tmp_path)
+    assert {*tmp_path.iterdir()} <= {path}
+
+
+def test_what_a_killed_save_leaves_in_a_folder_is_removed_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "last [1].ckpt"
+    save(0, path)
+    (path / "stage-0.0123456789abcdef0123456789abcdef.pt").touch()
+    (path / ".stage-0.0123456789abcdef.pt.0123456789ab.partial").touch()
+    save(1, path)
+    assert load(path) == 1
+    assert {*path.iterdir()} == {*files_of(path)}
+    assert len(files_of(path)) == 2
+
+
 def _with_earlier(found: list[int]) -> list[tuple[int, int, int]]:
     """Of each kill: the step that was being written, the one that was there before, what is."""
     return [(n + 1, ([0, *found])[n], step) for n, step in enumerate(found)]
