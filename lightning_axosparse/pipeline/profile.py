@@ -18,7 +18,8 @@ from lightning_axosparse.support.torch_internals import (
     storage_id,
     tree_leaves,
 )
-from lightning_axosparse.support.trace import clock
+from lightning_axosparse.support.trace import clock, now
+from lightning_axosparse.support.troubleshooting import see
 
 
 @contextmanager
@@ -111,33 +112,48 @@ _UNEQUAL = 1.3
 
 
 class StageTimes:
-    """The computing time of this rank's stage in the first batches.
+    """The time of the first batches, and that in which this rank's stage computes.
 
     Args:
         group: the stages of the pipeline; None to compare nothing.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._seconds = group, list[float]()
+        self._group, self._seconds = group, list[tuple[float, float]]()
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Measure a training batch; after the last measured one, compare stages; collective."""
-        began = _computing_seconds()
+        began = _computing_seconds(), now()
         yield
         if self._group is not None and len(self._seconds) < _WARM_UP + _BATCHES:
-            self._seconds.append(_computing_seconds() - began)
+            self._seconds.append((_computing_seconds() - began[0], now() - began[1]))
             if len(self._seconds) == _WARM_UP + _BATCHES:
-                mean = sum(self._seconds[_WARM_UP:]) / _BATCHES
+                sums = map(sum, zip(*self._seconds[_WARM_UP:], strict=True))
+                gathered = all_gather([total / _BATCHES for total in sums], self._group)
+                computing, whole = zip(*gathered, strict=True)
                 # The first rank of a pipeline has its last stage.
-                _report(all_gather(mean, self._group)[::-1])
+                _report(computing[::-1], max(whole))
 
 
 def _computing_seconds() -> float:
     return clock.totals["forward"] + clock.totals["backward"]
 
 
-def _report(seconds: Sequence[float]) -> None:
+def _report(seconds: Sequence[float], whole: float) -> None:
+    """Report a stage that is much slower than the others, and a pipeline that gains nothing.
+
+    Args:
+        seconds: the time in which each stage computes a batch.
+        whole: the time of a batch.
+    """
+    if whole > sum(seconds):
+        rank_zero_info(
+            f"A batch takes {1e3 * whole:,.0f} ms, in which the stages compute for "
+            f"{1e3 * sum(seconds):,.0f} ms together: one process would be faster. Layers, or "
+            "batches, are too small for the time of messages, or ranks wait for a core."
+            + see("grid")
+        )
     slowest, mean = max(seconds), sum(seconds) / len(seconds)
     if slowest > _UNEQUAL * mean:
         rank_zero_info(

@@ -101,20 +101,24 @@ def test_a_gpu_counts_for_itself(monkeypatch: pytest.MonkeyPatch, before: int) -
 
 
 @pytest.mark.parametrize(
-    ("other", "said"),
+    ("other", "whole", "said"),
     [
-        (0.009, []),
-        (0.002, ["Stage 0 computes 1.7 times as long as the mean stage", "10, 2 ms", "balance=["]),
-        (0.05, ["Stage 1 computes 1.7 times as long", "10, 50 ms"]),
+        (0.009, 0.018, []),
+        (
+            *(0.002, 0.011),
+            ["Stage 0 computes 1.7 times as long as the mean stage", "10, 2 ms", "balance=["],
+        ),
+        (0.05, 0.055, ["Stage 1 computes 1.7 times as long", "10, 50 ms"]),
+        (0.009, 0.02, ["takes 20 ms", "for 19 ms together: one process would be faster"]),
     ],
 )
 def test_the_batches_after_the_first_are_compared_once(
-    other: float, said: list[str], monkeypatch: pytest.MonkeyPatch
+    other: float, whole: float, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(profile, "rank_zero_info", told.append)
     # Of two ranks, the first of which has the last stage; this is the second one.
-    monkeypatch.setattr(profile, "all_gather", lambda own, group: [other, own])
+    monkeypatch.setattr(profile, "all_gather", lambda own, group: [[other, whole], own])
     group: Any = object()
     times = StageTimes(group)
     for batch in range(9):
