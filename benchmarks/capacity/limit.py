@@ -70,7 +70,7 @@ def trainer(steps: int, ticket: Path | None) -> L.Trainer:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[] if ticket is None else [GradualPruning(ticket=ticket)],
-        strategy=AxoSparseStrategy(MPI.COMM_WORLD.size),
+        strategy=AxoSparseStrategy(MPI.COMM_WORLD.size, loss="mean"),
     )
 
 

@@ -81,7 +81,7 @@ def measure(
         callbacks=[ModelCheckpoint(folder, "last")] if checkpoint else [],
         enable_progress_bar=False,
         enable_model_summary=False,
-        strategy=AxoSparseStrategy(g_inter=stages),
+        strategy=AxoSparseStrategy(g_inter=stages, loss="mean"),
     )
     L.seed_everything(0, verbose=False)
     data = DataLoader(torch.randn(64, WIDTH), batch_size=16)

@@ -139,7 +139,7 @@ def step_traffic(vocabulary: int, samples: int, context: int, stages: int) -> St
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[counter],
-            strategy=AxoSparseStrategy(stages, samples, "model"),
+            strategy=AxoSparseStrategy(stages, samples, "model", loss="mean"),
         )
         trainer.fit(
             ReturnsLogits(width=32, depth=2, heads=2, context=context, vocabulary=vocabulary), data

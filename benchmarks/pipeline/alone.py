@@ -38,7 +38,7 @@ class ReadyLink(Link):
         self.activations = deque(
             arrived(Activation(self._example.clone())) for _ in range(activations)
         )
-        self.gradients = deque(arrived(Gradients([ones.clone()], 1.0)) for _ in range(gradients))
+        self.gradients = deque(arrived(Gradients([ones.clone()])) for _ in range(gradients))
 
     def send_activation(self, activation: Activation) -> Sequence[Tensor]:
         return sent_tensors(activation)

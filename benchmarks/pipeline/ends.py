@@ -1,4 +1,4 @@
-"""Compares training whose loss is differentiated once a batch with one that goes by parts.
+"""Compares training whose loss is differentiated once a batch with a declared ``loss="mean"``.
 
     mpiexec -n 2 python -m benchmarks.pipeline.ends
     mpiexec -n 2 python -m benchmarks.pipeline.ends --vocabulary 8192
@@ -29,7 +29,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.examples.gpt import GPT
 from lightning_axosparse.pipeline.profile import peak_bytes
 
-WAYS: Mapping[str, Mapping[str, Any]] = {"by parts": {}, "whole": {"loss": "whole"}}
+WAYS: Mapping[str, Mapping[str, Any]] = {"mean": {"loss": "mean"}, "whole": {}}
 STEPS, SAMPLES, COMPARED = 15, 8, (0, 1, 3, 7)
 MEASURED = STEPS - 1
 """The step whose memory is measured, which takes time."""

@@ -72,7 +72,7 @@ def with_threads(threads: int, width: int, steps: int, batch: int) -> float:
 
 
 def in_two_stages(width: int, steps: int, batch: int, ratio: float = 0.0) -> float:
-    strategy = AxoSparseStrategy(g_inter=2, microbatches=4)
+    strategy = AxoSparseStrategy(g_inter=2, microbatches=4, loss="mean")
     return step_seconds(width, steps, batch, ratio, devices=2, strategy=strategy)
 
 

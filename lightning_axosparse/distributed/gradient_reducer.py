@@ -88,27 +88,22 @@ class ReductionGroup:
 
 @dataclass(frozen=True)
 class _Accumulation:
-    """Computes the gradient of a step from those of its batches: earlier + factor x this one.
+    """Computes the gradient of a step from those of its batches.
 
     Attributes:
         divisor: number by which the sum over ranks is divided.
-        factor: number by which the gradients of this batch are multiplied.
         earlier: gradients of earlier batches that are still to be added.
-        multiplied: parameters whose gradients are already multiplied by the factor.
     """
 
     divisor: int
-    factor: float = 1.0
     earlier: MutableMapping[nn.Parameter, Tensor | None] = field(default_factory=dict)
-    multiplied: Collection[nn.Parameter] = ()
 
     def total(self, parameter: nn.Parameter) -> Tensor | None:
         gradient, earlier = parameter.grad, self.earlier.get(parameter)
-        factor = 1.0 if parameter in self.multiplied else self.factor
-        if earlier is not None:
-            self.earlier[parameter] = None
-            return earlier if gradient is None else torch.add(earlier, gradient, alpha=factor)
-        return gradient if gradient is None or factor == 1 else gradient * factor
+        if earlier is None:
+            return gradient
+        self.earlier[parameter] = None
+        return earlier if gradient is None else earlier + gradient
 
 
 @dataclass(eq=False)
@@ -215,25 +210,20 @@ class GradientReducer:
 
     def prepare(
         self,
-        factor: float = 1.0,
         earlier: MutableMapping[nn.Parameter, Tensor | None] | None = None,
         deferred: Collection[nn.Parameter] = (),
-        multiplied: Collection[nn.Parameter] = (),
     ) -> None:
         """Prepare for the last backward pass of a step, whose gradients are final.
 
         Args:
-            factor: number by which this batch's gradients are multiplied.
             earlier: gradients of earlier batches to add to them; each is replaced by None when it
                 has been added.
             deferred: parameters whose gradients are final only after :meth:`mark_final`.
-            multiplied: further deferred parameters, whose gradients are then already multiplied by
-                ``factor``.
         """
-        self.reduced_bytes, self._deferred = 0, {*deferred, *multiplied}
+        self.reduced_bytes, self._deferred = 0, deferred
         earlier = {} if earlier is None else earlier
         divisor = self._accumulation.divisor
-        self._accumulation = _Accumulation(divisor, factor, earlier, multiplied)
+        self._accumulation = _Accumulation(divisor, earlier)
         self._buckets = [bucket for group in self._groups for bucket in _buckets(group)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         sizes = [bucket.sizes for bucket in self._buckets]

@@ -120,8 +120,8 @@ class MemoryInFlightLimit(InFlightLimit):
                 f"{more} micro-batches more, which takes {more * self.saved_bytes / 1e9:,.2f} GB, "
                 f"but {free / 1e9:,.2f} GB are free. With recompute='sqrt' it holds less of each; "
                 "more stages, or a smaller batch with accumulate_grad_batches, need less as well; "
-                "with loss='parts' it holds few micro-batches, and the loss is taken as a mean "
-                "over samples." + see("memory")
+                "if the loss is a mean over samples, loss='mean' holds few micro-batches."
+                + see("memory")
             )
 
     def _choose(self) -> None:

@@ -159,10 +159,10 @@ class StageRun:
         """Run a backward pass, and send the gradients of the received activation back."""
         received, sent = self._held.pop(microbatch)
         gradients = None if self._last else self._link.gradients.popleft().content
-        factor = cast(TrainingStageStep, self.passes).backward(microbatch, sent, gradients)
+        are_void = cast(TrainingStageStep, self.passes).backward(microbatch, sent, gradients)
         if received is not None:
             leaves = [leaf.grad for leaf in received.tensors]
-            self._link.send_gradient(Gradients(leaves, factor))
+            self._link.send_gradient(Gradients(leaves, are_void))
 
     def awaited(self) -> str:
         """Return the messages without which this stage cannot continue, in words."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 from torch import Tensor
 
-from lightning_axosparse.pipeline.state.values import same
 from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
     is_random,
@@ -42,28 +42,22 @@ class Generators:
         self._cuda = torch.cuda.get_rng_state(device) if is_cuda else None
         self._numpy, self._python = np.random.get_state(), random.getstate()
 
-    def restore(self, device: torch.device, numpy: bool = True) -> None:
-        """Restore these states; for NumPy this takes a tenth of a millisecond."""
+    def restore(self, device: torch.device) -> None:
+        """Restore these states."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, device)
         random.setstate(self._python)
-        if numpy:
-            np.random.set_state(self._numpy)
-
-    def have_drawn(self, device: torch.device) -> bool:
-        """Whether torch's generators have other states now."""
-        if not torch.equal(self._torch, torch.get_rng_state()):
-            return True
-        return self._cuda is not None and not torch.equal(
-            self._cuda, torch.cuda.get_rng_state(device)
-        )
+        np.random.set_state(self._numpy)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Generators) or self._python != other._python:
             return False
-        states = ((each._torch, each._cuda, *each._numpy) for each in (self, other))
-        return all(map(same, *states))
+        (_, one, *rest), (_, two, *others) = self._numpy, other._numpy
+        cuda = [each._cuda for each in (self, other) if each._cuda is not None]
+        is_same = rest == others and np.array_equal(one, two)
+        is_same = is_same and torch.equal(self._torch, other._torch)
+        return is_same and (not cuda or torch.equal(*cuda))
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -100,27 +94,13 @@ class PipelineRNG:
         finally:
             self._after.restore(self._device)
 
-    def begin_run(self, is_whole: bool = False) -> None:
+    def begin_run(self) -> None:
         """Begin a run of the step: restore the states from before the batch."""
-        self._begin.restore(self._device, numpy=is_whole)
-
-    def watch(self) -> None:
-        """Begin to watch whether code draws from Python's or NumPy's generator.
-
-        All micro-batches of a batch draw the same, as one process draws once for the batch.
-        """
-        random.seed(self._batch)  # To compare states would take a tenth of a millisecond.
-        np.random.seed(self._batch % 2**32)
-
-    def was_used(self) -> bool:
-        """Whether code has drawn from these generators since :meth:`watch`."""
-        numbers = random.random(), np.random.random_sample()
-        self.watch()
-        return numbers != (random.random(), np.random.random_sample())
+        self._begin.restore(self._device)
 
     def has_drawn(self) -> bool:
-        """Whether torch's generators have drawn since the run began."""
-        return self._begin.have_drawn(self._device)
+        """Whether code outside the layers has drawn since the run began."""
+        return Generators(self._device) != self._begin
 
     def keep(self) -> Generators | None:
         """Keep the present states for after the batch.
@@ -168,27 +148,28 @@ class SampledNumbers(PausableOperatorMode):
     At each call that draws, the first run draws for all samples of the batch, and every run gets
     the rows of its samples: for ``torch.rand_like(x)`` of a batch of 4 and micro-batches of 2, the
     first run draws 4 rows, of which the second one gets the last 2. Numbers without a dimension of
-    samples are the same in all runs.
+    samples are the same in all runs, as are those of Python's and NumPy's generators, of which the
+    layers use others meanwhile.
 
     Args:
         samples: number of samples in the batch.
 
     Attributes:
         problem: why a micro-batch did not get its rows; None if it did.
-        dim: dimension of the samples in the numbers drawn last; None if they have none.
     """
 
     def __init__(self, samples: int) -> None:
         super().__init__()
         self.problem: str | None = None
-        self.dim: int | None = None
         self._samples = samples
         self._whole: list[Tensor] = []
         self._used, self._first, self._end = 0, 0, samples
         self._own_states: dict[torch.Generator, Tensor] = {}
         """The states that the user's own generators had before the run."""
-        self._inside: list[Tensor] | None = None
-        """The states that the global generators have inside the layers."""
+        self._inside: _Present | None = None
+        """What the global generators are inside the layers."""
+        self._numpy = np.random.MT19937()
+        """NumPy's generator inside the layers."""
 
     @contextmanager
     def of(self, first: int, end: int, counts: bool = False) -> Iterator[None]:
@@ -209,14 +190,13 @@ class SampledNumbers(PausableOperatorMode):
 
     def pause(self) -> None:
         """Set the states of the layers."""
-        self._outside = _states(())
-        if self._inside is not None:
-            _restore(self._inside, ())
+        self._outside = _exchanged(self._inside)
+        if self._inside is None:  # The first layer seeds it.
+            mtrand.set_bit_generator(self._numpy)
 
     def resume(self) -> None:
         """Set the states that the code before the layers has left."""
-        self._inside = _states(())
-        _restore(self._outside, ())
+        self._inside = _exchanged(self._outside)
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator; if it draws, replace the numbers by those of the samples."""
@@ -264,12 +244,8 @@ class SampledNumbers(PausableOperatorMode):
         self._used += 1
         numbers = _of_samples(whole, tensor.shape, self._first, self._end, self._samples)
         if numbers is None or mixes:
-            self.problem = f"it draws numbers ({_name(func)}) that belong to no single sample"
+            self.problem = f"{_name(func)} draws numbers that belong to no single sample"
             return output
-        unequal = (
-            d for d, (a, b) in enumerate(zip(whole.shape, tensor.shape, strict=True)) if a != b
-        )
-        self.dim = next(unequal, None)
         tensor.detach().copy_(numbers)
         if func is torch.ops.aten.native_dropout.default:  # dropout on CUDA; it returns its mask
             scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
@@ -330,6 +306,36 @@ class ComparedNumbers(SampledNumbers):
         """Do nothing: layers draw from the same states."""
 
     resume = pause
+
+
+class _Present(NamedTuple):
+    """The states of torch's and Python's global generators, and the generator of NumPy."""
+
+    torch: Tensor
+    cuda: Tensor | None
+    python: Any
+    numpy: np.random.BitGenerator
+
+
+def _exchanged(new: _Present | None) -> _Present:
+    """Set the global generators, if there is something to set; return what they were.
+
+    To set the state of NumPy's generator takes 100 times longer than to set another generator.
+    """
+    is_cuda = torch.cuda.is_initialized()
+    now = _Present(
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if is_cuda else None,
+        random.getstate(),
+        mtrand.get_bit_generator(),
+    )
+    if new is not None:
+        torch.set_rng_state(new.torch)
+        random.setstate(new.python)
+        mtrand.set_bit_generator(new.numpy)
+        if new.cuda is not None:
+            torch.cuda.set_rng_state(new.cuda)
+    return now
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -188,8 +188,7 @@ class StepRun:
         ends_behind_layers: whether the return of the last layer ends the step.
         reads: records the values of other stages that the stage reads; None if they are known.
         first_inputs: replaces the arguments of the first layer; None to leave them as they are.
-        behind_layers: called with the output of the last layer, if the step continues behind it.
-        behind_layer: called with the output of each other layer of the stage.
+        behind_layers: called at the return of the last layer, in a run of the end of the step.
         placeholders: those of earlier stages that may get a gradient, and must not.
         next_layer: index of the layer that the step is to call next.
         segment: the current segment of layers, with activation checkpointing.
@@ -203,8 +202,7 @@ class StepRun:
     ends_behind_layers: bool = True
     reads: StageReads | None = None
     first_inputs: FirstInputs | None = None
-    behind_layers: Callable[[Any], None] | None = None
-    behind_layer: Callable[[Any], None] | None = None
+    behind_layers: Callable[[], None] | None = None
 
     placeholders: list[Placeholder] = field(init=False, default_factory=list)
     next_layer: int = field(init=False, default=0)
@@ -385,7 +383,7 @@ class PipelinedLayers:
                 if run.next_layer == len(self.layers):
                     current.values.begin_stage()
                     if run.behind_layers is not None:
-                        run.behind_layers(output)
+                        run.behind_layers()
                 return output
             with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:
@@ -398,9 +396,8 @@ class PipelinedLayers:
                 if run.next_layer == len(self.layers):
                     if run.ends_behind_layers:
                         raise StageEdge(_activation(current))
-                    _continue(current, output)
-                elif run.behind_layer is not None:
-                    run.behind_layer(output)
+                    if current.sends:
+                        run.sent_here = _activation(current)
                 return output
 
         return forward
@@ -492,16 +489,6 @@ class PipelinedLayers:
             "random, and the network may not be called twice: two views of a sample go through "
             "it together, `net(torch.cat([a, b])).chunk(2)`." + see("steps")
         )
-
-
-# Only a layer's own forward is to be compiled.
-@never_compiled
-def _continue(current: _CurrentRun, output: Any) -> None:
-    """Prepare for the step to continue behind the last layer."""
-    if current.sends:
-        current.run.sent_here = _activation(current)
-    if current.run.behind_layers is not None:
-        current.run.behind_layers(output)
 
 
 @never_compiled

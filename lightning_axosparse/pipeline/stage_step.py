@@ -47,9 +47,7 @@ class Rerun(Enum):
 
     DRAWS = "micro-batches have drawn random numbers of their own outside the layers"
     READS = "the step reads a value that was not sent"
-    HAS_OTHER_EFFECTS = "the step has other effects than to log means and return a loss"
-    CALLS_OTHERS = "the step calls functions that were not compared"
-    IS_NO_MEAN = "the loss of the batch does not follow from those of its micro-batches"
+    HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
 
 
 class LossBackward(Protocol):
@@ -58,11 +56,10 @@ class LossBackward(Protocol):
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate the loss of the batch, or the weighted loss of a micro-batch."""
 
-    def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:
+    def begin_last(self, deferred: Collection[nn.Parameter] = ()) -> None:
         """Prepare for the last backward pass of this process, which makes gradients final.
 
         Args:
-            factor: factor by which all gradients of the batch are still to be multiplied.
             deferred: parameters whose gradients are final only after :meth:`mark_final`.
         """
 
@@ -149,10 +146,6 @@ class Batch:
         drawn = numbers.of(part.begin, part.begin + part.size, counts)
         return [numbers, *modes], drawn
 
-    def called(self, part: Any) -> Any:
-        """Call the step on a micro-batch, or the whole batch; return its output."""
-        return self.step(part, *self.args, **self.kwargs)
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingBatch(Batch):
@@ -232,17 +225,15 @@ class StageStep:
             activation = edge.activation
         return activation._replace(fingerprint=self.batch.fingerprint.checksum)
 
-    def _run_step(
-        self, run: StepRun, part: MicroBatch, batch_part: Any, modes: Sequence[Mode] = ()
-    ) -> Any:
+    def _run_step(self, run: StepRun, part: MicroBatch, batch_part: Any) -> Any:
         """Run the step on ``batch_part``, a copy of a micro-batch, which it may change."""
         batch = self.batch
         observing, numbers = batch.observers(part, self.stage)
         self._rng.begin_run()
         try:
             with batch.of_pass(self.stage), numbers:
-                with self._layers.running(run, [*observing, *modes]), batch.precision():
-                    output = batch.called(batch_part)
+                with self._layers.running(run, observing), batch.precision():
+                    output = batch.step(batch_part, *batch.args, **batch.kwargs)
                     self._layers.end_step(run, output, self._may_call_no_layer)
                     return output
         except (ValueError, RuntimeError) as error:
@@ -363,20 +354,18 @@ class TrainingStageStep(StageStep):
 
     def backward(
         self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients | None
-    ) -> float | None:
+    ) -> bool:
         """Differentiate the tensors that this stage has sent for a micro-batch.
 
         Returns:
-            The factor by which all gradients of the batch are still to be multiplied, with the last
-            micro-batch; None if the batch has to run again.
+            Whether the gradients are dropped, as the batch has to run again.
         """
         gradients = gradients or self._own_gradients(microbatch)
         is_last_pass = microbatch == len(self.batch.microbatches) - 1
-        self.is_void |= gradients.factor is None
+        self.is_void |= gradients.are_void
         is_final = is_last_pass and self._is_first_here and not self.is_void
         if is_final:
-            assert gradients.factor is not None
-            self._backward.begin_last(gradients.factor, self._deferred)
+            self._backward.begin_last(self._deferred)
         run = self._runs.pop(microbatch, None)
         self._differentiate(microbatch, sent, gradients)
         if run is not None:
@@ -385,7 +374,7 @@ class TrainingStageStep(StageStep):
             self._end_backward()
             for parameter in self._deferred:
                 self._backward.mark_final(parameter)
-        return gradients.factor
+        return self.is_void
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         """Return the gradients of the last stage's activation, which the end of the step gives."""

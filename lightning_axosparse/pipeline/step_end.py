@@ -24,10 +24,9 @@ from lightning_axosparse.pipeline.crossing.message import (
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
-from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.stage_forward import Mode, PipelinedLayers, StepRun
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StepRun
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
     Rerun,
@@ -90,7 +89,7 @@ class StepEnd:
         run.validate_placeholders()
         return joined.gradients(self._batch.sizes)
 
-    def _check_drawn(self, output: Any) -> None:
+    def _check_drawn(self) -> None:
         if self._rng.has_drawn():
             raise RunAgain(Rerun.DRAWS)
 
@@ -98,47 +97,33 @@ class StepEnd:
         self,
         part: MicroBatch,
         message: Message,
-        modes: Sequence[Mode] = (),
         reads: StageReads | None = None,
-        tracked: TrackedLosses | None = None,
     ) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.
 
         Args:
             part: a micro-batch, or the whole batch.
             message: the layer outputs.
-            modes: modes that observe the step.
             reads: records the values of the stages that the step reads.
-            tracked: tracks the samples in the inputs of the step.
         """
-        batch_part = copied_batch(part.batch)
-        if tracked is not None:
-            tracked.begin_run(batch_part, part, message.content)
-        run = StepRun(
-            stage=self._layers.end,
-            received=message,
-            sent=None,
-            reads=reads,
-            behind_layers=None if tracked is None else tracked.track_output,
-        )
-        return self._called(part, run, batch_part, modes, may_call_none=True)
+        run = StepRun(stage=self._layers.end, received=message, sent=None, reads=reads)
+        return self._called(part, run, copied_batch(part.batch), may_call_none=True)
 
     def _called(
         self,
         part: MicroBatch,
         run: StepRun,
         batch_part: Any,
-        modes: Sequence[Mode] = (),
         *,
         counts: bool = False,
         may_call_none: bool,
     ) -> Any:
         batch = self._batch
-        self._rng.begin_run(is_whole=part is batch.whole)
+        self._rng.begin_run()
         observing, numbers = batch.observers(part, run.stage, counts)
         with batch.of_pass(None), numbers:
-            with self._layers.running(run, [*observing, *modes]), batch.precision():
-                output = batch.called(batch_part)
+            with self._layers.running(run, observing), batch.precision():
+                output = batch.step(batch_part, *batch.args, **batch.kwargs)
                 self._layers.end_step(run, output, may_call_none)
         return output
 
@@ -150,9 +135,9 @@ class WholeStep(StageStep):
         """Run the user's step, let its effects count, and return its output."""
         batch = self.batch
         run = StepRun(stage=self.stage, sent=None, ends_behind_layers=False)
-        self._rng.begin_run(is_whole=True)
+        self._rng.begin_run()
         with batch.effects.counted(), self._layers.running(run), batch.precision():
-            output = batch.called(batch.whole.batch)
+            output = batch.step(batch.whole.batch, *batch.args, **batch.kwargs)
             self._layers.end_step(run, output, self._may_call_no_layer)
         return output
 
@@ -167,7 +152,7 @@ class WholeStageStep(TrainingStageStep, WholeStep):
         return EMPTY
 
     def _own_gradients(self, microbatch: int) -> Gradients:
-        return Gradients((), 1.0)
+        return Gradients(())
 
     def _differentiate(self, *_: Any) -> None:
         self._backward.differentiate(loss_of(self.output))
@@ -180,27 +165,22 @@ class EndedStageStep(TrainingStageStep):
         super().__init__(*shared, **more)
         self._end = StepEnd(self.batch, self._layers, self._rng)
         self._activations: list[Activation] = []
-        self._gradients: list[list[Tensor | None]] | None = None
+        self._gradients: list[list[Tensor | None]] = []
 
     def forward(self, microbatch: int, received: Any) -> Activation:
-        """Run the user's step on a micro-batch, to the return of the last layer."""
-        activation = super().forward(microbatch, received)
-        self._activations.append(activation)
-        return activation
+        """Run the user's step on a micro-batch; after the last one, also run its end."""
+        self._activations.append(super().forward(microbatch, received))
+        if len(self._activations) == len(self.batch.microbatches):
+            try:
+                self.output = self._end.run(self._activations)
+            except RunAgain as error:
+                self.is_void, self.rerun = True, error.why
+        return self._activations[-1]
 
     def _own_gradients(self, microbatch: int) -> Gradients:
-        if self._gradients is None:
-            self._run_end()
-        assert self._gradients is not None
-        return Gradients(self._gradients[microbatch], None if self.is_void else 1.0)
-
-    def _run_end(self) -> None:
-        """Run the end of the step, and differentiate its loss."""
-        try:
-            self.output = self._end.run(self._activations)
-        except RunAgain as error:
-            self.is_void, self.rerun = True, error.why
-            self._gradients = [[None] * len(sent_tensors(each)) for each in self._activations]
-            return
-        self._backward.differentiate(loss_of(self.output))
-        self._gradients = self._end.gradients()
+        if self.is_void:
+            return Gradients([None] * len(sent_tensors(self._activations[microbatch])), True)
+        if not self._gradients:
+            self._backward.differentiate(loss_of(self.output))
+            self._gradients = self._end.gradients()
+        return Gradients(self._gradients[microbatch])

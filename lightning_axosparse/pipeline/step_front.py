@@ -52,12 +52,12 @@ class StepFront:
         """Run the step up to its first layer; the first micro-batch raises its error, if any."""
         batch = self._batch
         run = StepRun(stage=0, sent=batch.sent(0), first_inputs=_raise_first_layer)
-        self._rng.begin_run(is_whole=True)
+        self._rng.begin_run()
         modes, numbers = batch.observers(batch.whole, 0)
         try:
             with batch.effects.discarded(), batch.of_pass(None), numbers:
                 with self._layers.running(run, modes), batch.precision():
-                    batch.called(copied_batch(batch.whole.batch))
+                    batch.step(copied_batch(batch.whole.batch), *batch.args, **batch.kwargs)
         except _FirstLayer as first:
             self._inputs = {key: object_leaves(v, Tensor) for key, v in first.arguments.items()}
         except Exception as error:

@@ -15,6 +15,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_axosparse.distributed.grid import divisors
+from lightning_axosparse.pipeline.by_parts import Reduction
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.support.arguments import (
@@ -82,7 +83,7 @@ class Config(Plugins):
     schedule: Literal["message-driven", "1f1b"] = "message-driven"
     transport: Literal["mpi", "loopback"] = "mpi"
     split_batch: Callable[[Any, int], list[Any]] | None = None
-    loss: Literal["auto", "whole", "parts"] = "auto"
+    loss: Reduction | Literal["whole"] = "whole"
     save_distributed_checkpoint: bool = False
     recompute: int | Literal["sqrt"] | None = None
     shard_optimizer: bool = False
@@ -105,7 +106,7 @@ class Config(Plugins):
             schedule=one_of(*SCHEDULES),
             transport=one_of("mpi", "loopback"),
             split_batch=FUNCTION | NONE,
-            loss=one_of("auto", "whole", "parts"),
+            loss=one_of("whole", "mean", "sum") | FUNCTION,
             save_distributed_checkpoint=BOOL,
             recompute=COUNT | one_of("sqrt") | NONE,
             shard_optimizer=BOOL,
@@ -121,8 +122,15 @@ class Config(Plugins):
 
     @property
     def microbatch_count(self) -> int:
-        """Micro-batches per batch and replica."""
+        """Micro-batches per batch and replica; 1 if no stage or loss needs them."""
+        if self.g_inter == 1 and self.reduction is None:
+            return 1
         return self.microbatches or (4 * self.g_inter if self.g_inter > 1 else 1)
+
+    @property
+    def reduction(self) -> Reduction | None:
+        """How the loss of a batch follows from its samples; None to differentiate it whole."""
+        return None if self.loss == "whole" else self.loss
 
     @property
     def ranks_per_pipeline(self) -> int:
@@ -172,6 +180,12 @@ class Config(Plugins):
             raise MisconfigurationException(
                 f"in_flight={self.in_flight} belongs to schedule='message-driven'; {schedule!r} "
                 "has its own fixed limit. Leave one of them out." + see("grid")
+            )
+        if self.in_flight is not None and self.reduction is None:
+            raise MisconfigurationException(
+                f"in_flight={self.in_flight} has no effect with loss='whole', for which stages hold"
+                " all micro-batches. Leave it out, or say that the loss is a mean over samples: "
+                "loss='mean'." + see("losses")
             )
 
     def _check_shared_layers(self) -> None:

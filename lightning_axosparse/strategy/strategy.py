@@ -64,11 +64,13 @@ class AxoSparseStrategy(PipelineStrategy):
             tensors along the first dimension, and passes anything else to every micro-batch; the
             first batch prints which. If the loader does not collate as torch's does, all first
             dimensions must agree.
-        loss: how the loss is differentiated. "whole": once a batch, after all forward passes, so
-            that a stage holds all micro-batches. "parts": micro-batch by micro-batch, so that a
-            stage holds only ``in_flight``; a loss that is not a known mean or sum over samples is
-            treated as a mean over samples. "auto" differentiates by parts if a comparison with the
-            whole batch shows that loss and gradient are the same, and says so if they are not.
+        loss: how the loss is differentiated. "whole", which is right for every loss: once a batch,
+            after all forward passes, so that a stage holds all micro-batches. "mean" and "sum" say
+            that the loss is a mean, or a sum, over samples: it is differentiated micro-batch by
+            micro-batch, and a stage holds only ``in_flight``. A function says that it is a mean
+            over something else, and returns its number for a micro-batch, such as
+            ``lambda batch: (batch["labels"] != -100).sum()``. Batches 1, 2, 4, 8, ... are compared
+            with the whole, and raise an error if this is not right.
         save_distributed_checkpoint: write checkpoints as folders, to which all stages write their
             own tensors at once, as with Lightning's ``ModelParallelStrategy``. Every grid resumes
             from them, and ``python -m lightning_axosparse.checkpoint.consolidate`` converts a

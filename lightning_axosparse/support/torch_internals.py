@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -146,32 +146,6 @@ def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
 
 storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Returns a number that two storages share exactly if they are the same memory."""
-
-
-def memory_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that tensors share if they are the same part of the same memory.
-
-    Torch may make several Python objects for one tensor. The first entry identifies the storage.
-    """
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    memory = storage_id(tensor.untyped_storage())
-    return memory, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
-def argument(
-    operator: Any, names: Collection[str], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Return the argument of a call that has one of these names, or its default; else None."""
-    for index, each in enumerate(operator._schema.arguments):
-        if each.name in names:
-            return args[index] if index < len(args) else kwargs.get(each.name, each.default_value)
-    return None
-
-
-def is_mutable(operator: Any) -> bool:
-    """Return whether ``operator`` changes an argument in place."""
-    return bool(operator._schema.is_mutable)
 
 
 def mutated_tensors(
@@ -362,17 +336,6 @@ def new_subclasses_observed(observe: Callable[[Tensor], None]) -> Iterator[None]
 def is_random(operator: Any) -> bool:
     """Return whether ``operator`` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-def is_pointwise(operator: Any) -> bool:
-    """Return whether each entry of the result depends only on the same entry of the arguments."""
-    return torch.Tag.pointwise in operator.tags
-
-
-def is_view(operator: Any) -> bool:
-    """Return whether ``operator`` returns memory of an argument without changing it."""
-    schema = operator._schema
-    return not schema.is_mutable and any(result.alias_info for result in schema.returns)
 
 
 def makes_tensors(operator: Any) -> bool:

@@ -20,7 +20,6 @@ def main() -> None:
     torch.set_num_threads(1)
     without_external_callbacks()
     for package in options.packages:
-        wholes, count = 0, 0
         for one in entries(package).values():
             if options.only and options.only not in one.name:
                 continue
@@ -33,16 +32,12 @@ def main() -> None:
             took = time.perf_counter() - began
             found = "; ".join(f"{name}: {what}" for name, what in outcome.differences.items())
             said = " | ".join(outcome.said)
-            whole = outcome.whole.partition("until then: ")[2]
-            wholes, count = wholes + bool(whole), count + 1
-            said = " | ".join(filter(None, [said, whole]))
             said, found = (said, found) if options.long else (said[:140], found[:160])
             print(
                 f"| {package} | {one.cause} | {one.name}{' (=)' if one.equal else ''} "
                 f"| {outcome.kind} | {found} | {said} | {took:.2f} |".replace("\n", " "),
                 flush=True,
             )
-        print(f"{package}: {count - wholes} of {count} by parts")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 ``equal``      same losses, weights, logged values and attributes, to the rounding of float32
 ``refused``    an error of this package
 ``warned``     a warning of this package, of nothing or of every value that differs
-``uncheckable``  a line says that the step could not be checked
 ``silent``     something differs, and nothing was said of it
 ``crashed``    an error that is not of this package
 =============  ===================================================================================
@@ -45,14 +44,11 @@ from lightning_axosparse import AxoSparseStrategy
 from tests.accelerator import ACCELERATOR, trainer_devices
 from tests.quiet import QUIET
 
-Kind = Literal["equal", "refused", "warned", "uncheckable", "silent", "crashed"]
+Kind = Literal["equal", "refused", "warned", "silent", "crashed"]
 
 PACKAGE = str(Path(lightning_axosparse.__file__).parent)
-UNCHECKABLE = re.compile(r"(could|can|was|were) ?not (be )?(checked|compared)")
 LINK = re.compile(r"See \S+#[a-z-]+\.")
 """At the end of an error of this package."""
-
-WHOLE = re.compile(r"is differentiated once a batch")
 
 ADVICE = re.compile(r"expect other losses")
 """Of batch norms, in the log."""
@@ -123,8 +119,6 @@ class Outcome:
     kind: Kind
     differences: dict[str, str]
     said: list[str]
-    whole: str = ""
-    """The line that says why the loss is differentiated once a batch, if it is."""
 
 
 _entries: dict[str, Entry] = {}
@@ -375,8 +369,6 @@ def judge(which: Entry, plain: Observation, ours: Observation) -> Outcome:
     """Say how the run in a pipeline went, by what the plain run did."""
     said = [text for text in ours.said if text not in plain.said]
     said += [text for text in ours.noted if ADVICE.search(text)]
-    unchecked = [text for text in said + ours.noted if UNCHECKABLE.search(text)]
-    whole = next((text for text in ours.noted if WHOLE.search(text)), "")
     if ours.error:
         return Outcome("refused" if ours.ours else "crashed", {}, [ours.error])
     if which.random:
@@ -384,12 +376,10 @@ def judge(which: Entry, plain: Observation, ours: Observation) -> Outcome:
     else:
         found = differences(plain, ours, which.rounding)
         found = {name: what for name, what in found.items() if name not in which.unread}
-    if unchecked:
-        return Outcome("uncheckable", found, unchecked)
     unnamed = unsaid(found, said)
     if unnamed:
         return Outcome("silent", unnamed, said)
-    return Outcome("warned" if said else "equal", found, said, whole)
+    return Outcome("warned" if said else "equal", found, said)
 
 
 def unsaid(found: dict[str, str], said: list[str]) -> dict[str, str]:
@@ -409,7 +399,7 @@ def _names(name: str, text: str) -> bool:
 
 def allowed_outcomes(which: Entry) -> set[Kind]:
     """What an entry may come to."""
-    told: set[Kind] = {"refused", "warned", "uncheckable"}
+    told: set[Kind] = {"refused", "warned"}
     if which.crashes:
         told.add("crashed")
     if which.reason:

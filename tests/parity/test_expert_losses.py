@@ -150,7 +150,6 @@ def test_the_balance_of_experts_is_that_of_the_batch(name: str, stages: int) -> 
     "options",
     [
         {"schedule": "1f1b"},
-        {"in_flight": 2},
         {"recompute": 1},
     ],
 )
@@ -179,14 +178,18 @@ class Unbalanced(Routed):
         return F.cross_entropy(self.head(x)[:, :-1].mT, batch["labels"][:, 1:])
 
 
-def test_only_such_a_loss_makes_stages_hold_all_micro_batches(
+def test_a_declared_mean_lets_stages_hold_few_micro_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(OWN, "unbalanced", partial(Unbalanced, None, 4, SGD))
-    for name, held in (("unbalanced", {0: 2, 1: 1}), ("one hot", {0: 3, 1: 3})):
+    declared = {"loss": "mean", "in_flight": 2}
+    for name, options, held in (
+        ("unbalanced", declared, {0: 2, 1: 1}),
+        ("one hot", {}, {0: 3, 1: 3}),
+    ):
         L.seed_everything(0, verbose=False)
         peaks = Peaks()
-        strategy = pipeline(2, transport="loopback", in_flight=2)
+        strategy = pipeline(2, transport="loopback", **options)
         run = trainer(strategy, max_epochs=1, max_steps=2, callbacks=[peaks])
         run.fit(OWN[name](), DataLoader(samples(padded=False), batch_size=BATCH))
         assert peaks.seen == [held, held]

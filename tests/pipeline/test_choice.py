@@ -117,7 +117,7 @@ def train(
     L.seed_everything(0, verbose=False)
     module, prune = SlowEnd(), Prune()
     states.free_bytes = lambda device, replicas_per_batch: int(free(bool(layouts(module))))
-    grid = AxoSparseStrategy(g_inter=2, microbatches=8, **options)
+    grid = AxoSparseStrategy(g_inter=2, microbatches=8, loss="mean", **options)
     return fit(trainer(grid, ranks, callbacks=[prune], max_epochs=2), module), prune.noted
 
 

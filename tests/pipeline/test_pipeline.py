@@ -13,13 +13,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
+from lightning_axosparse.pipeline.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
 from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.joining import Axis, SampleLayouts, learn
-from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
-from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, split
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
@@ -65,14 +64,11 @@ class NoEffects:
 
     read = counted = discarded
 
-    def of_part(self, note_of: Any) -> Any:
+    def of_part(self) -> Any:
         return nullcontext()
 
-    def combined(self, sizes: Any) -> Any:
-        return []
-
-    def part_has_other_effects(self, output: Any) -> bool:
-        return False
+    def only_logs_loss(self, output: Any, loss: Tensor) -> bool:
+        return True
 
 
 class Plainly:
@@ -81,7 +77,7 @@ class Plainly:
     def differentiate(self, loss: Tensor) -> None:
         loss.backward()
 
-    def begin_last(self, factor: float, deferred: Any = ()) -> None:
+    def begin_last(self, deferred: Any = ()) -> None:
         pass
 
     def mark_final(self, parameter: nn.Parameter) -> None:
@@ -111,12 +107,15 @@ def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
 
 def by_parts(**more: Any) -> Any:
     """What makes the last stage's step where losses are differentiated by parts."""
-    settings = {"keeps": False, "known": None, "may_guess": False, **more}
-    return partial(PartedStageStep, tracker=SampleTracker(), log=NoEffects(), **settings)
+    settings = {"reduction": "mean", "effects": NoEffects(), "keeps": False, **more}
+    return partial(PartedStageStep, **settings)
 
 
 def run(pipe: Pipeline, batch: TrainingBatch, parted: Any = None) -> TrainingStageStep:
     """Train on a batch; return the last stage's step."""
+    if parted is not None:
+        numbers = SampledNumbers(batch.whole.size)
+        batch = replace(batch, numbers=dict.fromkeys(range(pipe._stages + 1), numbers))
     with pipe._rng.batch():
         last, is_void = pipe.train(batch, parted)
     assert last is not None
@@ -437,7 +436,7 @@ class Finals(Plainly):
         self.deferred: set[nn.Parameter] = set()
         self.final: dict[nn.Parameter, Tensor] = {}
 
-    def begin_last(self, factor: float, deferred: Any = ()) -> None:
+    def begin_last(self, deferred: Any = ()) -> None:
         self.deferred = set(deferred)
 
     def mark_final(self, parameter: nn.Parameter) -> None:

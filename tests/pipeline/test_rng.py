@@ -40,8 +40,7 @@ def test_runs_of_a_batch_draw_alike_outside_the_layers_and_differ_inside() -> No
             drawn += [numbers(rng, microbatch, stage) for microbatch in range(2)]
     expected = draw()
     outside, inside = ({each[place] for each in drawn} for place in range(2))
-    by_torch_and_python = {(each[0], each[2]) for each in outside}
-    assert by_torch_and_python == {(expected[0], expected[2])}, "as one process for the batch"
+    assert outside == {expected}, "as one process for the batch"
     assert len(inside) == 6, "one for each micro-batch and stage"
     assert expected not in inside
 
@@ -78,7 +77,7 @@ def test_generators_are_left_as_the_run_that_counts_has_left_them_on_every_rank(
     with last.batch():
         assert last.keep() is None, "nothing was drawn"
         numbers(last, 0, 1)
-        last.begin_run(is_whole=True)
+        last.begin_run()
         draw()
         left, kept = state(), last.keep()
         numbers(last, 0, 1)
@@ -89,50 +88,15 @@ def test_generators_are_left_as_the_run_that_counts_has_left_them_on_every_rank(
     assert state() == left
 
 
-def test_numpys_generator_is_left_alone_on_micro_batches() -> None:
-    rng = pipeline_rng()
-    with rng.batch():
-        runs = []
-        for is_whole in (False, False, True):
-            rng.begin_run(is_whole)
-            runs.append(draw())
-    (first, one, _), (_, two, _), (_, whole, _) = runs
-    assert {(each[0], each[2]) for each in runs} == {(first, runs[0][2])}
-    assert one == whole != two
-
-
-def test_it_is_seen_whether_a_run_draws_by_torch() -> None:
+@pytest.mark.parametrize("draws", [lambda: torch.rand(()), random.random, np.random.rand])
+def test_it_is_seen_whether_a_run_draws(draws: Callable[[], Any]) -> None:
     rng = pipeline_rng()
     with rng.batch():
         numbers(rng, 0, 0)
         rng.begin_run()
-        random.random()
         assert not rng.has_drawn()
-        torch.rand(())
-        assert rng.has_drawn()
-
-
-@pytest.mark.parametrize("draws", [random.random, np.random.rand])
-def test_it_is_seen_whether_code_draws_by_python_or_numpy(draws: Callable[[], float]) -> None:
-    rng = pipeline_rng()
-    with rng.batch():
-        rng.watch()
-        torch.rand(())
-        assert not rng.was_used()
-        rng.watch()
         draws()
-        assert rng.was_used()
-
-
-def test_code_that_is_watched_draws_alike_in_a_batch_and_otherwise_in_the_next() -> None:
-    rng, drawn = pipeline_rng(), []
-    for _ in range(2):
-        with rng.batch():
-            for _ in range(2):  # micro-batches
-                rng.watch()
-                drawn.append((random.random(), np.random.rand()))
-                assert rng.was_used()
-    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+        assert rng.has_drawn()
 
 
 def test_replicas_with_the_same_loader_draw_different_numbers_and_leave_the_generators() -> None:
@@ -140,7 +104,7 @@ def test_replicas_with_the_same_loader_draw_different_numbers_and_leave_the_gene
     for part in range(3):
         rng = pipeline_rng(part)
         with rng.batch():
-            first, again = (numbers(rng, number, 0)[0][::2] for number in range(2))
+            first, again = (numbers(rng, number, 0)[0] for number in range(2))
             assert again == first, "micro-batches draw alike"
             assert rng.keep() is None
             drawn.add(first)
@@ -155,7 +119,7 @@ def test_one_stage_draws_as_without_a_pipeline() -> None:
     torch.manual_seed(0)
     with rng.batch():
         numbers(rng, 0, 0)
-        rng.begin_run(is_whole=True)
+        rng.begin_run()
         drawn = torch.stack([torch.rand(()), torch.rand(())])  # outside the layers, and inside
         rng.keep()
     assert torch.equal(drawn, expected)
@@ -226,7 +190,7 @@ def test_micro_batches_draw_the_numbers_of_their_samples(name: str, whole_first:
 def test_numbers_without_samples_are_the_same_in_all_runs(whole_first: bool) -> None:
     drawn, whole, numbers = sampled(lambda x: torch.rand(5), whole_first)
     assert all(torch.equal(each, whole) for each in drawn)
-    assert (numbers.problem, numbers.dim) == (None, None)
+    assert numbers.problem is None
 
 
 @pytest.mark.parametrize(
@@ -253,3 +217,26 @@ def test_layers_draw_from_states_of_their_own() -> None:
     whole = run(0, 4, 1)
     assert torch.equal(whole, expected), "the layer has drawn none of them"
     assert torch.equal(torch.cat([run(0, 2, 2), run(2, 4, 3)], 1), whole)
+
+
+@pytest.mark.parametrize("draws", [random.random, np.random.rand])
+def test_layers_draw_from_pythons_and_numpys_generators_of_their_own(
+    draws: Callable[[], float],
+) -> None:
+    sampled, rng = SampledNumbers(2), pipeline_rng()
+    outside, inside = [], []
+    with rng.batch():
+        for microbatch in range(2):
+            rng.begin_run()
+            with sampled.of(microbatch, microbatch + 1), sampled:
+                outside.append(draws())
+                with paused([sampled]):
+                    rng.seed_layers(microbatch, 0)
+                    inside.append(draws())
+                outside.append(draws())
+                with paused([sampled]):
+                    inside.append(draws())
+                outside.append(draws())
+    expected = [draws() for _ in range(3)]
+    assert outside == [*expected, *expected], "as one process, which draws once a batch"
+    assert len({*inside, *expected}) == 7

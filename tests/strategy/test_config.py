@@ -19,7 +19,7 @@ from lightning_axosparse import AxoSparseStrategy
         ({"g_inter": 4, "regrid": 2.0}, r"regrid=2.0 must be"),
         ({"g_inter": 4, "regrid": -1}, r"regrid=-1 must be"),
         ({"g_inter": 2, "regrid": 1, "transport": "loopback"}, "one process"),
-        ({"g_inter": 2, "regrid": "auto", "in_flight": 2}, "in_flight=None"),
+        ({"g_inter": 2, "regrid": "auto", "loss": "mean", "in_flight": 2}, "in_flight=None"),
         ({"g_inter": 2, "regrid": "auto", "schedule": "1f1b"}, "message-driven"),
     ],
 )
@@ -33,6 +33,7 @@ def test_arguments_of_a_regrid(options: dict[str, Any], message: str) -> None:
     [
         ({"schedule": "later"}, "schedule='later' must be"),
         ({"schedule": "1f1b", "in_flight": 3}, "in_flight=3 belongs"),
+        ({"in_flight": 3}, "in_flight=3 has no effect with loss='whole'"),
     ],
 )
 def test_schedules(options: dict[str, Any], message: str) -> None:

@@ -84,7 +84,7 @@ def test_averages_of_a_module_that_is_left_sharded() -> None:
 
 def test_optimizers() -> None:
     parameters = [nn.Parameter(torch.zeros(1))]
-    whole, pipelined = (AxoSparseStrategy(microbatches=number).config for number in (1, 2))
+    whole, pipelined = (AxoSparseStrategy(number, 2).config for number in (1, 2))
     validate_optimizers(pipelined, [], g_data=2)
     validate_optimizers(pipelined, [AdamW(parameters)], g_data=2)
     with pytest.raises(MisconfigurationException, match=r"2 optimizers \(AdamW, AdamW\)"):

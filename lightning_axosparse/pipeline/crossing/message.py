@@ -193,12 +193,11 @@ class Gradients(NamedTuple):
 
     Attributes:
         tensors: the gradient of each tensor of the activation; None for a tensor without gradient.
-        factor: with the last micro-batch, the number by which the gradients of the whole batch are
-            still to be multiplied (see ``loss.weights``); None if the batch has to run again.
+        are_void: whether the gradients of the batch are dropped, as it has to run again.
     """
 
     tensors: Sequence[Tensor | None]
-    factor: float | None
+    are_void: bool = False
 
 
 class Message(NamedTuple):

@@ -271,11 +271,6 @@ class ModuleState:
         """Return the mode that has to be active while tensors are written to."""
         return _Writes(self.storages)
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The captured tensors."""
-        return [each.value for each in self._holders if isinstance(each.value, Tensor)]
-
     def capture(self) -> None:
         """Replace the copy by one of the present state."""
         changed = self._changed()

@@ -14,9 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_axosparse.pipeline.loss.operators import UNKNOWN, Note
-from lightning_axosparse.pipeline.loss.weights import LossWeights
-from lightning_axosparse.support.torch_internals import without_dispatch_modes
+from lightning_axosparse.support.torch_internals import version_of
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -27,13 +25,11 @@ class LogCall(NamedTuple):
         name: the first argument.
         value: a tensor on the CPU, or the last value of a metric object.
         options: the other arguments; ``metric_attribute`` is the path of a metric object.
-        note: how the value depends on samples, if it was logged by parts.
     """
 
     name: str
     value: Any
     options: Mapping[str, Any]
-    note: Note = UNKNOWN
 
 
 class StepLog:
@@ -48,22 +44,16 @@ class StepLog:
         self._module = module
         self.calls: list[LogCall] = []
         self.prints: list[Callable[[], None]] = []
-        self._note: Note = UNKNOWN
+        self._logged: list[tuple[Tensor, int] | None] = []
+        """For each call of ``self.log``, the tensor in the step, and its version then."""
 
-    def recorded(
-        self, note_of: Callable[[Tensor], Note] | None = None
-    ) -> AbstractContextManager[None]:
+    def recorded(self) -> AbstractContextManager[None]:
         """Record log calls and prints inside the context, instead of executing them.
 
         Lightning checks the arguments of ``self.log``, in the user's line.
-
-        Args:
-            note_of: returns the note of a tensor that is logged for a micro-batch.
         """
-        self.calls, self.prints, self._note = [], [], UNKNOWN
-        functions: dict[str, Any] = {"print": self._print}
-        if note_of is not None:
-            functions["log"] = partial(self._log_of_part, note_of)
+        self.calls, self.prints, self._logged = [], [], []
+        functions: dict[str, Any] = {"print": self._print, "log": self._log}
         results = cast(Any, self._module.trainer)._results
         # There are no results in prediction, where Lightning refuses to log.
         owners = vars(self._module), {} if results is None else vars(results)
@@ -81,7 +71,7 @@ class StepLog:
     def replay(self, calls: Sequence[LogCall]) -> None:
         """Execute log calls, for callbacks and loggers."""
         module = self._module
-        for name, value, options, _ in calls:
+        for name, value, options in calls:
             value = apply_to_collection(value, Tensor, lambda tensor: tensor.to(module.device))
             if options["metric_attribute"] is not None:
                 metric = cast(Metric, module.get_submodule(options["metric_attribute"]))
@@ -90,15 +80,22 @@ class StepLog:
             # The user's override of ``log`` has run before the recording.
             LightningModule.log(module, name, value, **options)
 
-    def _log_of_part(
-        self, note_of: Callable[[Tensor], Note], name: str, value: Any, *args: Any, **options: Any
-    ) -> None:
-        """Log a value of a micro-batch with its note, unless the user overrides ``log``."""
-        kind = type(self._module)
-        is_known = isinstance(value, Tensor) and kind.log is LightningModule.log
-        self._note = note_of(value) if is_known else UNKNOWN
-        with without_dispatch_modes():
-            kind.log(self._module, name, value, *args, **options)
+    def logs_only(self, loss: Tensor) -> bool:
+        """Whether all log calls of the recorded run were of this tensor."""
+        if self._logged and type(self._module).log is not LightningModule.log:
+            return False  # It may log something else.
+        of_loss = loss.data_ptr(), version_of(loss)
+        return all(
+            logged is not None and (logged[0].data_ptr(), logged[1]) == of_loss
+            for logged in self._logged
+        )
+
+    def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Log a value, of which Lightning makes a copy."""
+        is_scalar = isinstance(value, Tensor) and value.numel() == 1
+        # Detached, it keeps the memory, but not the graph.
+        self._logged.append((value.detach(), version_of(value)) if is_scalar else None)
+        type(self._module).log(self._module, name, value, *args, **options)
 
     def _record(
         self,
@@ -119,9 +116,7 @@ class StepLog:
         # None is the default, True: an explicit True is a request that Lightning may warn of.
         options["logger"] = None if options["logger"] else False
         value = value._forward_cache if isinstance(value, Metric) else value
-        value = recursive_detach(value, to_cpu=True)
-        self.calls.append(LogCall(name, value, options, self._note))
-        self._note = UNKNOWN
+        self.calls.append(LogCall(name, recursive_detach(value, to_cpu=True), options))
 
     def _print(self, *values: Any, **options: Any) -> None:
         module = self._module
@@ -146,50 +141,26 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Do nothing."""
 
 
-def combined(parts: Sequence[Sequence[LogCall]], sizes: Sequence[int]) -> list[LogCall] | None:
-    """Combine the log calls of micro-batches to those of the batch.
+def with_loss(parts: Sequence[Sequence[LogCall]], loss: Tensor) -> list[LogCall]:
+    """Return the log calls of a batch, of which each logs the loss.
 
     Args:
-        parts: the calls of each micro-batch.
-        sizes: number of samples in each micro-batch.
-
-    Returns:
-        The calls; None if a value is neither a mean nor a sum over samples.
+        parts: the calls of each micro-batch, which are alike.
+        loss: the loss of the batch.
     """
-    names = [[call.name for call in part] for part in parts]
-    if any(each != names[0] for each in names):
-        return None
     of_batch = list[LogCall]()
     for calls in zip(*parts, strict=True):
-        weights = LossWeights(sizes)
-        for call in calls:
-            weights.add(call.note)
-        if weights.problem or not all(isinstance(call.value, Tensor) for call in calls):
-            return None
         options = dict(calls[0].options)
         if options["batch_size"] is not None:
             options["batch_size"] = sum(call.options["batch_size"] for call in calls)
-        value = weights.combined([call.value for call in calls])
-        of_batch.append(LogCall(calls[0].name, value, options))
+        of_batch.append(LogCall(calls[0].name, recursive_detach(loss, to_cpu=True), options))
     return of_batch
 
 
-def alike(
-    calls: Sequence[LogCall],
-    expected: Sequence[LogCall],
-    differ: Callable[[Tensor, Tensor], float],
-    tolerance: float,
-) -> bool:
-    """Whether the combined calls of micro-batches are those of the batch.
-
-    Args:
-        calls: the combined calls.
-        expected: the calls of the batch.
-        differ: returns the relative difference of two tensors.
-        tolerance: the largest relative difference of values that count as equal.
-    """
-    return len(calls) == len(expected) and all(
-        (own.name, own.options) == (other.name, other.options)
-        and differ(own.value, other.value) <= tolerance
-        for own, other in zip(calls, expected, strict=True)
+def alike(calls: Sequence[LogCall], others: Sequence[LogCall]) -> bool:
+    """Whether two micro-batches log the same, but for values and numbers of samples."""
+    one, other = (
+        [(c.name, {**c.options, "batch_size": c.options["batch_size"] is None}) for c in each]
+        for each in (calls, others)
     )
+    return one == other

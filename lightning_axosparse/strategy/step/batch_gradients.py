@@ -39,7 +39,6 @@ class BatchGradients:
     ) -> None:
         self._trainer, self._module, self._precision = module.trainer, module, precision
         self._reducer, self._stashed, self._hooks = reducer, stashed, hooks
-        self._factor = 1.0
         self.share = 1.0
         """The weight of this replica's loss, if replicas train on parts of one batch."""
 
@@ -49,17 +48,14 @@ class BatchGradients:
         loss = loss if self.share == 1 else loss * self.share
         self._module.backward(scale_loss(self._precision, loss))
 
-    def begin_last(self, factor: float, deferred: Collection[nn.Parameter] = ()) -> None:
+    def begin_last(self, deferred: Collection[nn.Parameter] = ()) -> None:
         """From now on, all-reduce gradients as soon as they are final.
 
         Args:
-            factor: factor by which all gradients of the batch are still to be multiplied.
             deferred: parameters whose gradients are final only after :meth:`mark_final`.
         """
-        self._factor = factor
         if self._reducer is not None:
-            hooked = self._hooks.parameters
-            self._reducer.prepare(factor, self._earlier, deferred, hooked)
+            self._reducer.prepare(self._earlier, {*deferred, *self._hooks.parameters})
 
     @property
     def _earlier(self) -> MutableMapping[nn.Parameter, Tensor | None] | None:
@@ -78,18 +74,9 @@ class BatchGradients:
             sharing: the parameters with hooks, and the ranks that have each a part of the gradient.
         """
         for parameter, group in reversed(sharing.items()):  # about the order of backward passes
-            if parameter.grad is not None and self._factor != 1:
-                parameter.grad.mul_(self._factor)
             self._hooks.call(parameter, self._earlier or {}, group)
 
-    def finish(self, parameters: Collection[nn.Parameter], waits: bool) -> None:
-        """All-reduce the other gradients of these parameters, and rescale those that stay local."""
-        reducer = self._reducer
-        if reducer is not None:
-            reducer.finish(waits)
-        if self._factor != 1:
-            hooked = self._hooks.parameters
-            for parameter in parameters:
-                reduced = reducer is not None and parameter in reducer.parameters
-                if parameter.grad is not None and not reduced and parameter not in hooked:
-                    parameter.grad.mul_(self._factor)
+    def finish(self, waits: bool) -> None:
+        """All-reduce the other gradients."""
+        if self._reducer is not None:
+            self._reducer.finish(waits)

@@ -1,9 +1,8 @@
 """Compares layer outputs and losses of a whole batch with those of its micro-batches.
 
 The step runs on the whole batch and on its micro-batches, and all changes are undone. Layer outputs
-have to be equal after joining: a layer that uses statistics of the batch is an error. If loss,
-gradients and log calls of the batch follow from those of its micro-batches, the loss may be
-differentiated by parts.
+have to be equal after joining: a layer that uses statistics of the batch is an error, and so is a
+declared ``loss=`` with which loss and gradients of the batch do not follow from micro-batches.
 
 All modules are in training mode, except BatchNorms, whose statistics differ by design, and dropout.
 """
@@ -11,9 +10,10 @@ All modules are in training mode, except BatchNorms, whose statistics differ by 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
 from lightning_axosparse.pipeline.joining import (
     SampleLayout,
@@ -29,18 +30,15 @@ from lightning_axosparse.pipeline.joining import (
     learn,
     sent_tensors,
 )
-from lightning_axosparse.pipeline.loss.by_parts import TrackedLosses
-from lightning_axosparse.pipeline.loss.operators import UNKNOWN
-from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
+from lightning_axosparse.pipeline.stage_forward import StepRun
 from lightning_axosparse.pipeline.stage_step import Batch, KeepingStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
 from lightning_axosparse.pipeline.state.values import MISSING, copied, same
 from lightning_axosparse.pipeline.step_end import StepEnd
-from lightning_axosparse.strategy.compat.logging import LogCall, alike
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.trace import clock
@@ -59,9 +57,7 @@ class ComparisonResult(NamedTuple):
             relative difference; None if none differs.
         layouts: the layouts of samples in the outputs of the last stage.
         draws: whether the step draws random numbers outside the layers.
-        reason: why the loss of the batch does not follow from micro-batches; empty if it does.
-        has_other_effects: whether the step has other effects than to log means and return a loss.
-        functions: hashes of the functions that the steps of micro-batches have called.
+        loss: why the loss of the batch does not follow from micro-batches; empty if it does.
         counted: attributes of layers that all micro-batches change to the same, with their stages.
         rewritten: parameters to which every pass writes the same values, such as masked ones.
         warnings: about attributes of layers that micro-batches change to different values.
@@ -72,33 +68,10 @@ class ComparisonResult(NamedTuple):
     layers: tuple[int, str, float] | None = None
     layouts: Mapping[Hashable, SampleLayout] = {}
     draws: bool = False
-    reason: str = ""
-    has_other_effects: bool = False
-    functions: Collection[int] = ()
+    loss: str = ""
     counted: Sequence[tuple[AttributePath, int]] = ()
     rewritten: Sequence[tuple[AttributePath, int]] = ()
     warnings: Sequence[str] = ()
-
-
-class _Losses(NamedTuple):
-    """The losses of a batch and of its micro-batches.
-
-    Attributes:
-        loss: the loss of the batch.
-        of_whole: its gradients, for each tensor of the last stage, by micro-batch.
-        logged: its log calls.
-        tracked: the losses of the micro-batches.
-        of_parts: their gradients, for each micro-batch, by tensor.
-        has_other_effects: whether the step on a micro-batch does more than to log and to return a
-            loss.
-    """
-
-    loss: Tensor
-    of_whole: Sequence[Sequence[Tensor | None]]
-    logged: Sequence[LogCall]
-    tracked: TrackedLosses
-    of_parts: Sequence[Sequence[Tensor | None]]
-    has_other_effects: bool
 
 
 class _ComparedStep(KeepingStep):
@@ -113,6 +86,12 @@ class _ComparedStep(KeepingStep):
                 self.batch.failures.append(f"{type(error).__name__}: {error}")
         self.activations.append(Activation(has_failed=True))
         return self.activations[-1]
+
+    def _new_run(self, microbatch: int, received: Message) -> StepRun:
+        run = super()._new_run(microbatch, received)
+        # Python's and NumPy's generators give the batch and all micro-batches the same numbers.
+        run.seed_layers = partial(self._rng.seed_layers, 0, self.stage)
+        return run
 
 
 class Comparison:
@@ -136,12 +115,13 @@ class Comparison:
         self._numbers = {stage: ComparedNumbers(step.whole.size) for stage in stages}
         self._step = replace(step, numbers=self._numbers, of_pass=self._recorded)
 
-    def compare(self, free: Callable[[], int], may_part: bool) -> ComparisonResult:
+    def compare(self, free: Callable[[], int], reduction: Reduction | None) -> ComparisonResult:
         """Compare; collective over the pipeline.
 
         Args:
             free: returns the bytes that this rank may still allocate.
-            may_part: whether to compare losses, too, as they may be differentiated by parts.
+            reduction: how the user says that the loss of the batch follows from its samples; None
+                not to compare losses.
         """
         stage_module, step = self._stage_module, self._step
         group, first = stage_module.groups.whole, step.microbatches[:1]
@@ -163,8 +143,9 @@ class Comparison:
                 state.rewind()
             result = self._compared(whole, parts)
             result = result._replace(**_changed(of_again, of_whole, of_parts))
-            if stage_module.runs_last_stage and may_part and not result.problem:
-                result = self._with_losses(result, parts[stage_module.last_stage])
+            if stage_module.runs_last_stage and reduction is not None and not result.problem:
+                activations = parts[stage_module.last_stage]
+                result = self._with_loss(result, activations, reduction)
             result = result._replace(draws=self._draws)
         return _together(all_gather(result, group))
 
@@ -247,69 +228,53 @@ class Comparison:
         scale = float(other.abs().max()) if other.numel() else 0.0
         return float((one - other).abs().max()) / scale if scale else float(one.any())
 
-    def _with_losses(
-        self, result: ComparisonResult, activations: Sequence[Activation]
+    def _with_loss(
+        self, result: ComparisonResult, activations: Sequence[Activation], reduction: Reduction
     ) -> ComparisonResult:
-        """Compare losses, their gradients and log calls, on the last stage."""
+        """Compare losses and their gradients, on the last stage."""
         layouts = SampleLayouts({**self._step.layouts.known, **result.layouts})
+        step = replace(self._step, layouts=layouts)
+        weights = LossWeights(reduction, step.microbatches)
         try:
             with torch.enable_grad():
-                losses = self._losses(replace(self._step, layouts=layouts), activations)
+                return result._replace(loss=self._loss_problem(step, activations, weights))
         except Exception as error:
             text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
-            return result._replace(reason=text)
-        calls = self._run.effects.combined(self._step.sizes)
-        has_other_effects = (
-            losses.has_other_effects
-            or self._draws
-            or calls is None
-            or not alike(calls, losses.logged, self._difference, self._tolerance)
-        )
-        return result._replace(
-            reason=losses.tracked.weights.problem or self._apart(losses),
-            has_other_effects=has_other_effects,
-            functions=losses.tracked.functions,
-        )
+            return result._replace(loss=text)
 
-    def _losses(self, step: Batch, activations: Sequence[Activation]) -> _Losses:
-        """Run the end of the step on the batch and on its micro-batches, and differentiate."""
-        effects = self._run.effects
-        end = StepEnd(step, self._stage_module.layers, self._run.rng)
-        tracker = SampleTracker(effects.constants)
-        tracked = TrackedLosses(step, tracker, self._stage_module.layers.end)
+    def _loss_problem(
+        self, step: Batch, activations: Sequence[Activation], weights: LossWeights
+    ) -> str:
+        """Return why the loss of the batch does not follow from micro-batches; empty if it does.
+
+        Args:
+            step: the batch.
+            activations: the layer outputs of its micro-batches.
+            weights: the weights of their losses.
+        """
+        effects, end = self._run.effects, StepEnd(step, self._stage_module.layers, self._run.rng)
         messages = [_differentiable(activation) for activation in activations]
         joined = end.join([message.content for message in messages])
-        with effects.of_part(lambda value: UNKNOWN):
+        with effects.discarded():
             loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
-        logged, effects.part_calls = effects.part_calls[0], []
+        if self._run.metrics.touched and not loss.isfinite().all():
+            return "it is computed from the value of a metric"
         expected = joined.split(_gradients(loss, joined.tensors), step.sizes)
-        gradients, has_other_effects = list[Sequence[Tensor | None]](), False
-        for part, message in zip(step.microbatches, messages, strict=True):
-            with effects.of_part(tracker.note_of):
-                output = end.rehearse(part, message, [tracker], tracked=tracked)
-            tracked.add(output, part)
-            has_other_effects |= effects.part_has_other_effects(output)
-            gradients.append(_gradients(loss_of(output), sent_tensors(message.content)))
-        return _Losses(loss.detach(), expected, logged, tracked, gradients, has_other_effects)
-
-    def _apart(self, losses: _Losses) -> str:
-        """Return how the loss of the batch and its gradients differ; empty if they are equal."""
-        weights = losses.tracked.weights
-        combined = weights.combined([each.detach() for each in losses.tracked.losses])
-        difference = self._difference(combined, losses.loss)
-        final = [weights.weight(n) * weights.factor() for n in range(len(losses.of_parts))]
-        for index, whole in enumerate(losses.of_whole):
-            scale = max(map(_largest, whole))
-            for of_whole, of_part, weight in zip(whole, losses.of_parts, final, strict=True):
-                gradient = of_part[index]
-                if scale and of_whole is not None and gradient is not None:
-                    apart = _largest(of_whole - gradient * weight) / scale
-                    difference = max(difference, apart / 10)  # They are differences themselves.
-        if difference <= self._tolerance:
+        losses, gradients = list[Tensor](), list[Sequence[Tensor | None]]()
+        for index, (part, message) in enumerate(zip(step.microbatches, messages, strict=True)):
+            with effects.discarded():
+                part_loss = loss_of(end.rehearse(part, message))
+            losses.append(part_loss.detach())
+            weighted = part_loss * weights.of[index]
+            gradients.append(_gradients(weighted, sent_tensors(message.content)))
+        combined, of_parts = weights.combined(losses), zip(*gradients, strict=True)
+        worst = max(map(_apart, expected, of_parts), default=0.0)
+        # Gradients are differences themselves.
+        if max(self._difference(combined, loss.detach()), worst / 10) <= self._tolerance:
             return ""
         return (
-            f"micro-batches give {float(combined):.6g}, the batch {float(losses.loss):.6g}, or "
-            f"gradients that differ by {difference:.1%}"
+            f"micro-batches give {float(combined):.6g}, the batch {float(loss):.6g}, or gradients "
+            f"that differ by {worst:.1%}"
         )
 
     @contextmanager
@@ -345,6 +310,18 @@ def _no_statistics(norm: Norm, device: torch.device) -> tuple[Tensor, Tensor]:
 
 def _largest(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None or not tensor.numel() else float(tensor.abs().max())
+
+
+def _apart(whole: Sequence[Tensor | None], parts: Sequence[Tensor | None]) -> float:
+    """Return the largest difference of a tensor's gradients, relative to the largest entry.
+
+    Args:
+        whole: those of the batch's loss, for each micro-batch.
+        parts: those of the losses of micro-batches.
+    """
+    scale = max(map(_largest, whole))
+    pairs = [(a, b) for a, b in zip(whole, parts, strict=True) if a is not None and b is not None]
+    return max((_largest(a - b) / scale for a, b in pairs if scale), default=0.0)
 
 
 def _gradients(loss: Tensor, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -431,9 +408,7 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
         layers,
         {key: layout for each in results for key, layout in each.layouts.items()},
         any(each.draws for each in results),
-        next((each.reason for each in results if each.reason), ""),
-        any(each.has_other_effects for each in results),
-        {function for each in results for function in each.functions},
+        next((each.loss for each in results if each.loss), ""),
         [attribute for each in results for attribute in each.counted],
         [attribute for each in results for attribute in each.rewritten],
         list(dict.fromkeys(text for each in results for text in each.warnings)),

@@ -7,19 +7,18 @@ the other ranks of the replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.loss.operators import Note
 from lightning_axosparse.pipeline.state.module_state import AttributePath, How, ModuleState, write
 from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
 from lightning_axosparse.strategy.compat.internals import outputs_are_read
-from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, combined
+from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
@@ -84,11 +83,6 @@ class StepEffects:
         """The ids of the objects that code outside the layers may change."""
         return self._state.reached
 
-    @property
-    def constants(self) -> list[Tensor]:
-        """The tensors of the module, which are the same for all micro-batches."""
-        return [*self._module.parameters(), *self._module.buffers(), *self._state.tensors]
-
     @contextmanager
     def discarded(self) -> Iterator[None]:
         """Undo all effects of the run inside the context."""
@@ -118,28 +112,26 @@ class StepEffects:
         self.log.print()
 
     @contextmanager
-    def of_part(self, note_of: Callable[[Tensor], Note]) -> Iterator[None]:
-        """Record the log calls of a run on a micro-batch, and undo its other effects.
-
-        Args:
-            note_of: returns the note of a tensor.
-        """
+    def of_part(self) -> Iterator[None]:
+        """Record the log calls of a run on a micro-batch, and undo its other effects."""
         self._has_other_effects = False
         with self._rewound(), self._metrics.skipped(), self._silenced() as written:
-            with self.log.recorded(note_of):
+            with self.log.recorded():
                 yield
         self._has_other_effects |= bool(written or self.log.prints) or self._metrics.touched
         self.part_calls.append(self.log.calls)
 
-    def combined(self, sizes: Sequence[int]) -> list[LogCall] | None:
-        """Return the log calls of the batch; None if they do not follow from micro-batches."""
-        return combined(self.part_calls, sizes)
+    def only_logs_loss(self, output: Any, loss: Tensor) -> bool:
+        """Whether that run did no more than to return a loss, and to log it as the others did.
 
-    def part_has_other_effects(self, output: Any) -> bool:
-        """Whether that run had other effects, or returned more than the loss."""
+        Args:
+            output: the output of the step.
+            loss: the loss in it.
+        """
         returns = isinstance(output, Mapping) and len(output) > 1
         returns = returns and outputs_are_read(self._module.trainer, "training_step")
-        return self._has_other_effects or returns
+        is_more = self._has_other_effects or returns or not self.log.logs_only(loss)
+        return not is_more and alike(self.part_calls[0], self.part_calls[-1])
 
     @contextmanager
     def _rewound(self) -> Iterator[None]:

@@ -1,19 +1,19 @@
-"""Learns how steps behave on the batches of a loader, and decides whether by parts is right.
+"""Learns how steps behave on the batches of a loader.
 
 Batches 1, 2, 4, 8, ... of a loader are compared with their micro-batches, as are the first batches
-of training epochs, and batches whose steps call other functions than before.
+of training epochs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
 
+from lightning_axosparse.pipeline.by_parts import Reduction
 from lightning_axosparse.pipeline.crossing.message import Crossing, StageReads, crossing_of
 from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
@@ -23,12 +23,8 @@ from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonR
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.troubleshooting import see
 
-Loss: TypeAlias = Literal["auto", "whole", "parts"]
-
 _LEAST_BETWEEN = 8
 """Least number of batches between comparisons at the beginning of epochs, which may be short."""
-_MOST_PROGRAMS = 8
-"""Number of times that steps may call other functions before by parts is given up."""
 
 
 @dataclass
@@ -40,10 +36,7 @@ class LoaderSteps:
         crossing: the values that each stage sends; None if unknown: all values.
         layouts: the layouts of samples in layer outputs.
         draws: whether the step draws random numbers outside the layers.
-        by_parts: whether losses are differentiated by parts.
-        has_other_effects: whether the step has other effects than to log means and return a loss.
-        functions: hashes of the functions that the steps of compared micro-batches have called;
-            None if they could not be compared.
+        has_other_effects: whether the step does more than to return a loss and to log it.
         batches: number of batches so far.
     """
 
@@ -51,12 +44,9 @@ class LoaderSteps:
     crossing: Crossing | None = None
     layouts: SampleLayouts = field(default_factory=SampleLayouts)
     draws: bool = False
-    by_parts: bool = False
     has_other_effects: bool = False
-    functions: set[int] | None = field(default_factory=set)
     batches: int = 0
     _compared: int = 0
-    _changes: int = 0
 
     def begin_batch(self, begins_epoch: bool) -> bool:
         """Count a batch, and return whether it is to be compared."""
@@ -76,26 +66,26 @@ class LoaderSteps:
             known.is_complete |= each.is_complete
         self.crossing = crossing_of(self.reads)
 
-    def changes_too_often(self) -> bool:
-        """Count a change of the functions that steps call; return whether there were too many."""
-        self._changes += 1
-        return self._changes > _MOST_PROGRAMS
-
 
 class StepLearner:
     """Runs probes and comparisons, and reports their results to the user.
 
     Args:
         trainer: the Trainer.
-        loss: how losses are differentiated: whole, by parts, or as a comparison shows.
+        reduction: how the user says that the loss of a batch follows from its samples; None if it
+            is differentiated whole.
         free: returns the bytes that this rank may still allocate.
         tolerance: largest relative difference of values that count as equal.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, loss: Loss, free: Callable[[], int], tolerance: float
+        self,
+        trainer: pl.Trainer,
+        reduction: Reduction | None,
+        free: Callable[[], int],
+        tolerance: float,
     ) -> None:
-        self._trainer, self._loss = trainer, loss
+        self._trainer, self._reduction = trainer, reduction
         self._free, self._tolerance = free, tolerance
         self._reported: set[str] = set()
 
@@ -107,91 +97,44 @@ class StepLearner:
         if known.crossing is None and run.pipeline.is_divided:
             with run.layers_rewound(run.stage_module.stages):
                 known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
-        if is_due and len(step.microbatches) > 1:
-            self._compare(run, known, step, trains)
+        declared = self._reduction if trains else None
+        # Without stages and by a whole loss, the batch passes as a whole.
+        runs_parts = run.pipeline.is_divided or declared is not None
+        if is_due and len(step.microbatches) > 1 and runs_parts:
+            self._compare(run, known, step, declared)
 
-    def run_again(
-        self, run: OpenPipeline, known: LoaderSteps, step: Batch, rerun: Rerun, problem: str
-    ) -> None:
-        """Prepare for a batch to run again, after its effects were dropped.
-
-        Args:
-            run: the pipeline of the run.
-            known: the known behaviour of the loader's steps.
-            step: the batch.
-            rerun: the reason.
-            problem: why to differentiate the whole loss from now on; else empty.
-        """
+    def run_again(self, run: OpenPipeline, known: LoaderSteps, rerun: Rerun) -> None:
+        """Prepare for a batch to run again, after its effects were dropped."""
         run.effects.begin_batch()
         known.draws |= rerun is Rerun.DRAWS
         known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
         if rerun is Rerun.READS:
             known.crossing = None
-        elif rerun is Rerun.CALLS_OTHERS and known.changes_too_often():
-            problem = "its steps call other functions again and again"
-        elif rerun is Rerun.CALLS_OTHERS:
-            self._compare(run, known, step, True)
-        if problem:
-            known.by_parts = False
-            self._report_whole(step, problem)
 
-    def _compare(self, run: OpenPipeline, known: LoaderSteps, step: Batch, trains: bool) -> None:
-        """Compare a batch with its micro-batches."""
-        shares_passes = run.stage_module.groups.experts is not None
-        may_part = trains and self._loss == "auto" and not shares_passes
+    def _compare(
+        self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None
+    ) -> None:
+        """Compare a batch with its micro-batches, and its loss, if that is declared."""
         step = replace(step, crossing=known.crossing)
-        result = Comparison(run, step, self._tolerance).compare(self._free, may_part)
+        result = Comparison(run, step, self._tolerance).compare(self._free, declared)
         run.effects.begin_batch()
-        if result.layers is not None and run.pipeline.is_divided:
+        if result.layers is not None:
             raise self._layers_differ(result, step)
+        if result.loss:
+            raise self._loss_differs(result, step)
         known.layouts.known.update(result.layouts)
         known.draws |= result.draws
-        known.has_other_effects |= result.has_other_effects
-        if known.functions is not None:
-            known.functions.update(result.functions)
         run.layer_state.learn(result.counted, result.rewritten)
         for text in result.warnings:
             self.warn(text)
-        if trains and run.pipeline.is_divided:
-            self._warn_of_backward_hooks(run.stage_module.layers)
-        if result.problem and not (result.is_too_large and known.functions is None):
+        self._warn_of_backward_hooks(run.stage_module.layers)
+        if result.problem:
             name, where = step.step.__name__, self._where(step)
-            self._report(
-                f"{name} could not be compared in {where}: {result.problem}." + see("losses")
-            )
-        if may_part and (known.batches == 1 or known.by_parts):
-            self._decide(run, known, step, result)
-
-    def _decide(
-        self, run: OpenPipeline, known: LoaderSteps, step: Batch, result: ComparisonResult
-    ) -> None:
-        """Decide how the loss is differentiated from now on."""
-        if result.is_too_large:  # Rely on the tracker alone.
-            known.by_parts, known.functions = True, None
-            return
-        reason = result.problem or result.reason
-        if result.layers is not None:
-            reason = reason or f"{result.layers[1]} compares samples"
-        if result.has_other_effects and not run.pipeline.is_divided:
-            reason = reason or "it does more than to log means and return a loss"
-        known.by_parts = not reason
-        if reason:
-            self._report_whole(step, reason)
-
-    def _report_whole(self, step: Batch, reason: str) -> None:
-        self._report(
-            f"From {self._where(step)} on, the loss is differentiated once a batch, and stages hold"
-            f" all {len(step.microbatches)} micro-batches until then: {reason}." + see("losses")
-        )
+            rank_zero_debug(f"{name} could not be compared in {where}: {result.problem}.")
 
     def _where(self, step: Batch) -> str:
         loop, epoch, index = position(self._trainer)
         return f"{step.step.__name__}, {loop} epoch {epoch}, batch {index}"
-
-    def _report(self, text: str) -> None:
-        if text not in self._reported:
-            self._reported.add(text)
-            rank_zero_info(text)
 
     def warn(self, text: str) -> None:
         """Warn once."""
@@ -208,6 +151,14 @@ class StepLearner:
                         "gradients, so losses and weights may differ from those of one process."
                         + see("steps")
                     )
+
+    def _loss_differs(self, result: ComparisonResult, step: Batch) -> MisconfigurationException:
+        """Return the error of a loss that does not follow from micro-batches as declared."""
+        return MisconfigurationException(
+            f"AxoSparseStrategy(loss={self._reduction!r}) is not right in {self._where(step)}: "
+            f'{result.loss}. loss="whole" is exact for every loss; a mean over tokens needs a '
+            "function that returns their number for a micro-batch." + see("losses")
+        )
 
     def _layers_differ(self, result: ComparisonResult, step: Batch) -> MisconfigurationException:
         """Return the error of layers whose outputs differ for micro-batches."""

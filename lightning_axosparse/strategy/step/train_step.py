@@ -16,10 +16,9 @@ from torch import Tensor
 
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
+from lightning_axosparse.pipeline.by_parts import PartedStageStep, Reduction
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
 from lightning_axosparse.pipeline.fingerprint import BatchFingerprint, checksum
-from lightning_axosparse.pipeline.loss.by_parts import PartedStageStep
-from lightning_axosparse.pipeline.loss.separable import SampleTracker
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
@@ -33,13 +32,13 @@ from lightning_axosparse.strategy.compat.gradients import (
 )
 from lightning_axosparse.strategy.compat.loaders import broadcast_seed, source
 from lightning_axosparse.strategy.compat.lockstep import position
-from lightning_axosparse.strategy.compat.logging import LogCall
+from lightning_axosparse.strategy.compat.logging import LogCall, with_loss
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
 from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.effects import Changed
-from lightning_axosparse.strategy.step.learning import LoaderSteps, Loss, StepLearner
+from lightning_axosparse.strategy.step.learning import LoaderSteps, StepLearner
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.strategy.step.whole_step import StepContext
 
@@ -55,7 +54,6 @@ class StepResult:
         warnings: about attributes that cannot be sent.
         generators: the states of the random generators after the step; None if unchanged.
         rerun: why the batch has to run again; None if it has not.
-        problem: why its loss is to be differentiated as a whole then; else empty.
     """
 
     output: Any = None
@@ -64,7 +62,6 @@ class StepResult:
     warnings: Sequence[str] = ()
     generators: Generators | None = None
     rerun: Rerun | None = None
-    problem: str = ""
 
 
 class StepRunner:
@@ -87,12 +84,12 @@ class StepRunner:
         fewest = fewest_samples(module) if config.microbatches is None else 1
         self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
         self._schedule = SCHEDULES[config.schedule]
-        self._loss: Loss = config.loss
+        self._reduction = config.reduction
         self.microbatch_count = config.microbatch_count
         """Wanted number of micro-batches in a batch."""
         self._splitter = BatchSplitter(trainer, self.microbatch_count, config.split_batch, fewest)
         tolerance = tolerance_of(precision, device)
-        self._learner = StepLearner(trainer, config.loss, in_flight.free, tolerance)
+        self._learner = StepLearner(trainer, config.reduction, in_flight.free, tolerance)
         self._known: defaultdict[tuple[object, int], LoaderSteps] = defaultdict(LoaderSteps)
         self._stashed = StashedGradients(trainer)
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
@@ -154,7 +151,7 @@ class StepRunner:
                 self._learner.begin_batch(run, known, step, trains=True)
                 result = self._trained(known, step, share)
                 while result.rerun is not None:
-                    self._learner.run_again(run, known, step, result.rerun, result.problem)
+                    self._learner.run_again(run, known, result.rerun)
                     result = self._trained(known, step, share)
                 return self._applied(result)
 
@@ -182,7 +179,7 @@ class StepRunner:
                 self._learner.begin_batch(run, known, step, trains=False)
                 result = self._evaluated(known, step)
                 while result.rerun is not None:
-                    self._learner.run_again(run, known, step, result.rerun, "")
+                    self._learner.run_again(run, known, result.rerun)
                     result = self._evaluated(known, step)
                 return self._applied(result)
 
@@ -203,17 +200,15 @@ class StepRunner:
             hooks,
         )
         gradients.share = share
-        by_parts = self._loss == "parts" or known.by_parts
-        by_parts = by_parts and len(step.microbatches) > 1
-        step = self._with_known(known, step, is_whole=not by_parts)
+        reduction = self._reduction if len(step.microbatches) > 1 else None
+        step = self._with_known(known, step, by_parts=reduction is not None)
         training = TrainingBatch(**vars(step), backward=gradients)
         run.layer_state.begin_batch()
         with torch.enable_grad(), self._stashed.around_step(parameters):
             with hooks.set_aside(), self._times.batch():
-                last, is_void = run.pipeline.train(
-                    training, self._by_parts(known) if by_parts else None
-                )
-            result = self._result(last, step, by_parts)
+                parted = None if reduction is None else self._by_parts(known, reduction)
+                last, is_void = run.pipeline.train(training, parted)
+            result = self._result(last)
             if is_void:
                 for parameter in parameters:
                     parameter.grad = None
@@ -221,40 +216,37 @@ class StepRunner:
             if hooks.parameters:
                 with run.rng.after_passes(stage_module.stages[-1]):
                     gradients.call_hooks(stage_module.shared.sharing_batch(hooks.parameters))
-            gradients.finish(parameters, self._waits)
+            gradients.finish(self._waits)
             stage_module.validate_replicated_gradients(self._tolerance)
         self._end_layers()
         return self._shared(result)
 
-    def _by_parts(self, known: LoaderSteps) -> Callable[..., TrainingStageStep]:
+    def _by_parts(
+        self, known: LoaderSteps, reduction: Reduction
+    ) -> Callable[..., TrainingStageStep]:
         """Return the function that makes the last stage's step for a loss by parts."""
-        effects, guesses = self._open.effects, self._loss == "parts"
         return partial(
             PartedStageStep,
-            tracker=SampleTracker(effects.constants),
-            log=effects,
+            reduction=reduction,
+            effects=self._open.effects,
             keeps=known.has_other_effects,
-            known=None if guesses else known.functions,
-            may_guess=guesses,
         )
 
-    def _result(self, last: TrainingStageStep | None, step: Batch, by_parts: bool) -> StepResult:
+    def _result(self, last: TrainingStageStep | None) -> StepResult:
         """Return the results of the step, on the last stage; empty ones on other ranks."""
         if last is None:
             return StepResult()
         run = self._open
-        if not isinstance(last, PartedStageStep):
-            return StepResult(rerun=last.rerun) if last.is_void else self._step_result(last.output)
         if last.is_void:
-            return StepResult(rerun=last.rerun, problem=last.problem)
+            return StepResult(rerun=last.rerun)
+        if not isinstance(last, PartedStageStep):
+            return self._step_result(last.output)
         if not last.activations:
-            calls = run.effects.combined(step.sizes)
             loss = last.loss
             output = {"loss": loss} if last.returns_mapping else loss
-            assert calls is not None
-            return StepResult(output, calls)
+            return StepResult(output, with_loss(run.effects.part_calls, loss))
         with torch.no_grad():
-            end = StepEnd(step, run.stage_module.layers, run.rng)
+            end = StepEnd(last.batch, run.stage_module.layers, run.rng)
             return self._step_result(end.run(last.activations))
 
     def _step_result(self, output: Any) -> StepResult:
@@ -270,7 +262,7 @@ class StepRunner:
         run.layer_state.begin_batch()
         result = StepResult()
         try:
-            output = run.pipeline.evaluate(self._with_known(known, step, is_whole=True))
+            output = run.pipeline.evaluate(self._with_known(known, step, by_parts=False))
             if run.stage_module.runs_last_stage:
                 result = self._step_result(output)
         except RunAgain as error:
@@ -324,14 +316,14 @@ class StepRunner:
             run.effects.log.replay([self._synchronized(call) for call in result.calls])
         return move_data_to_device(result.output, run.stage_module.device)
 
-    def _with_known(self, known: LoaderSteps, step: Batch, is_whole: bool) -> Batch:
+    def _with_known(self, known: LoaderSteps, step: Batch, by_parts: bool) -> Batch:
         """Add the known behaviour of the loader's steps to a batch."""
         stage_module = self._open.stage_module
         numbers: dict[int, SampledNumbers] = {}
-        if known.draws:
+        if known.draws or by_parts:  # By parts, no run on the whole batch shows that it draws.
             drawn = SampledNumbers(step.whole.size)
             numbers = dict.fromkeys(range(stage_module.layers.end + 1), drawn)
-        if is_whole and stage_module.last_stage == 0:
+        if not by_parts and stage_module.last_stage == 0:
             step = replace(step, microbatches=[step.whole])
         return replace(
             step,

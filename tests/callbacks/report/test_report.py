@@ -78,7 +78,7 @@ def test_one_rank_before_and_after_the_draw(data, tmp_path):
         search,
         PipelineTimeline(),
         devices=1,
-        strategy=AxoSparseStrategy(g_inter=2, transport="loopback", in_flight=3),
+        strategy=AxoSparseStrategy(g_inter=2, transport="loopback", loss="mean", in_flight=3),
     )
     facts = report.facts
     assert facts.losses == pytest.approx(losses.training)

@@ -105,8 +105,8 @@ def test_who_sees_gradients_being_cleared(
 
 
 MICROBATCHES = 2
-RUNS = [("whole", 1), ("parts", MICROBATCHES)]
-"""How the loss is differentiated, and how often a step runs that is not compared."""
+RUNS = [(1, "mean", MICROBATCHES), (2, "whole", 2 * MICROBATCHES + 2)]
+"""Stages, how the loss is differentiated, and how often a step runs that is not compared."""
 
 
 class InStep(Net):
@@ -146,9 +146,15 @@ def fitted(strategy: Any, accumulated: int) -> tuple[InStep, list[list[int]]]:
     return module, alive
 
 
-@pytest.mark.parametrize(("loss", "runs"), RUNS)
-def test_gradients_of_the_last_step_are_freed_before_the_next(loss: Any, runs: int) -> None:
-    module, alive = fitted(AxoSparseStrategy(1, MICROBATCHES, loss=loss), 1)
+def pipeline(stages: int, loss: Any) -> AxoSparseStrategy:
+    return AxoSparseStrategy(stages, MICROBATCHES, loss=loss, transport="loopback")
+
+
+@pytest.mark.parametrize(("stages", "loss", "runs"), RUNS)
+def test_gradients_of_the_last_step_are_freed_before_the_next(
+    stages: int, loss: Any, runs: int
+) -> None:
+    module, alive = fitted(pipeline(stages, loss), 1)
     other, _ = fitted("auto", 1)
     assert alive[2] == runs * [0], "this batch is not compared"
     assert [found[-runs:] for found in alive] == 4 * [runs * [0]]
@@ -156,9 +162,9 @@ def test_gradients_of_the_last_step_are_freed_before_the_next(loss: Any, runs: i
     torch.testing.assert_close(module.outside.grad, other.outside.grad)
 
 
-@pytest.mark.parametrize(("loss", "runs"), RUNS)
-def test_accumulated_gradients_are_kept(loss: Any, runs: int) -> None:
-    module, alive = fitted(AxoSparseStrategy(1, MICROBATCHES, loss=loss), 2)
+@pytest.mark.parametrize(("stages", "loss", "runs"), RUNS)
+def test_accumulated_gradients_are_kept(stages: int, loss: Any, runs: int) -> None:
+    module, alive = fitted(pipeline(stages, loss), 2)
     other, _ = fitted("auto", 2)
     weights = len(list(module.model.parameters()))
     assert alive[2] == runs * [0]

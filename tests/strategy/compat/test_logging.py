@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
@@ -23,10 +21,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.joining import Axis
-from lightning_axosparse.pipeline.loss.operators import UNKNOWN, Note, Total
-from lightning_axosparse.pipeline.loss.separable import SampleTracker
-from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, combined
+from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike, with_loss
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
 from tests.strategy.compat.harness import Moments, assert_same, fit
@@ -72,12 +67,8 @@ class Listener(LightningModule):
 OPTIONS = {"reduce_fx": "mean", "batch_size": None, "metric_attribute": None}
 
 
-def logged(name: str, value: Any, note: Note = UNKNOWN, **options: Any) -> LogCall:
-    return LogCall(name, torch.tensor(value), {**OPTIONS, **options}, note)
-
-
-def mean_over(*counts: float) -> Total:
-    return Total("mean", frozenset(counts))
+def logged(name: str, value: Any, **options: Any) -> LogCall:
+    return LogCall(name, torch.tensor(value), {**OPTIONS, **options})
 
 
 def without_metrics(moments: Moments) -> Moments:
@@ -152,51 +143,42 @@ def test_early_stopping_stops_at_the_same_epoch() -> None:
     assert stops[1] == pytest.approx(stops[0], rel=1e-6)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.floats(-9, 9, width=32)), min_size=1, max_size=8))
-def test_means_and_sums_of_micro_batches_make_up_those_of_the_batch(
-    parts: list[tuple[int, float]],
-) -> None:
-    sizes = [size for size, _ in parts]
-    calls = [
-        [logged("a", value, mean_over(size)), logged("b", value, Total("sum"), batch_size=size)]
-        for size, value in parts
-    ]
-    made = combined(calls, sizes)
-    assert made is not None
-    mean, total = made
-    expected = sum(size * value for size, value in parts) / sum(sizes)
-    assert float(mean.value) == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    assert float(total.value) == pytest.approx(sum(value for _, value in parts), abs=1e-4)
-    assert total.options["batch_size"] == sum(sizes)
-    assert mean.options["batch_size"] is None
+def test_the_loss_of_the_batch_replaces_those_of_micro_batches() -> None:
+    parts = [[logged("a", value), logged("b", value, batch_size=2)] for value in (1.0, 2.0, 3.0)]
+    one, other = with_loss(parts, torch.tensor(2.5, requires_grad=True))
+    assert (one.name, float(one.value), one.options["batch_size"]) == ("a", 2.5, None)
+    assert (other.name, float(other.value), other.options["batch_size"]) == ("b", 2.5, 6)
+    assert not one.value.requires_grad
 
 
 @pytest.mark.parametrize(
-    "parts",
+    ("others", "expected"),
     [
-        [[logged("a", 1.0)], [logged("a", 2.0)]],
-        [[logged("a", 1.0, mean_over(2))], [logged("b", 2.0, mean_over(2))]],
-        [[logged("a", 1.0, mean_over(2))], []],
+        ([logged("a", 2.0, batch_size=3)], True),
+        ([logged("b", 1.0, batch_size=2)], False),
+        ([logged("a", 1.0)], False),
+        ([logged("a", 1.0, batch_size=2, reduce_fx="max")], False),
+        ([], False),
     ],
-    ids=["unknown", "other names", "missing"],
 )
-def test_nothing_else_makes_up_what_the_batch_logs(parts: Any) -> None:
-    assert combined(parts, [2, 2]) is None
+def test_micro_batches_that_log_the_same_are_alike(others: Any, expected: bool) -> None:
+    assert alike([logged("a", 1.0, batch_size=2)], others) == expected
 
 
-@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5)])
-def test_of_numbers_and_constants_nothing_is_known(
-    module: Listener, log: StepLog, value: Any
-) -> None:
-    tracker = SampleTracker([])
-    tracker.begin(2, None)
-    samples = torch.ones(2, 3)
-    tracker.add(samples, Axis(0))
-    with tracker, log.recorded(tracker.note_of):
-        module.log("mean", samples.mean())
-        module.log("value", value)
-        module.log("number", samples.shape[0])
-    assert [call.note for call in log.calls] == [mean_over(6), UNKNOWN, UNKNOWN]
+def test_it_knows_whether_only_the_loss_was_logged(module: Listener, log: StepLog) -> None:
+    for logs, expected in {
+        lambda loss: module.log("a", loss): True,
+        lambda loss: module.log_dict({"a": loss, "b": loss.detach()}): True,
+        lambda loss: module.log("a", loss * 2): False,
+        lambda loss: module.log("a", loss.item()): False,
+        lambda loss: (module.log("a", loss), loss.mul_(2)): False,
+        lambda loss: (module.log("a", loss), module.log("b", 0.5)): False,
+        lambda loss: None: True,
+    }.items():
+        loss = torch.ones(3, requires_grad=True).mean()
+        with log.recorded():
+            logs(loss)
+        assert log.logs_only(loss) == expected
 
 
 def test_a_step_that_is_cut_short_is_forgotten_by_the_next(module: Listener, log: StepLog) -> None:

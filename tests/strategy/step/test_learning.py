@@ -1,4 +1,4 @@
-"""Losses are differentiated by parts where that is right, and once a batch from where it is not."""
+"""Losses are differentiated once a batch, or by parts as the user declares."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.step.comparison import Comparison
 from lightning_axosparse.strategy.step.learning import LoaderSteps
 from tests.parity.cases import trainer
@@ -50,9 +51,11 @@ def loader(samples: int) -> DataLoader:
     return DataLoader(TensorDataset(x, y), 8)
 
 
-def train(step: Step, strategy: Any, samples: int = 32, max_epochs: int = 1) -> Net:
+def train(
+    step: Step, strategy: Any, samples: int = 32, max_epochs: int = 1, make: type[Net] = Net
+) -> Net:
     L.seed_everything(0, verbose=False)
-    module = Net(step).double()
+    module = make(step).double()
     run = trainer(strategy, precision="64-true", max_epochs=max_epochs, logger=False)
     run.fit(module, loader(samples))
     return module
@@ -62,15 +65,8 @@ def pipeline(**options: Any) -> AxoSparseStrategy:
     return AxoSparseStrategy(2, 4, transport="loopback", **options)
 
 
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Any:
-    """Returns what was said since of losses that are differentiated once a batch."""
-    caplog.set_level("INFO")
-    return lambda: [each for each in caplog.messages if "differentiated once a batch" in each]
-
-
-def assert_equals_one_process(step: Step, **options: Any) -> None:
-    ours, theirs = train(step, pipeline(**options)), train(step, "auto")
+def assert_equals_one_process(step: Step, make: type[Net] = Net, **options: Any) -> None:
+    ours, theirs = train(step, pipeline(**options), make=make), train(step, "auto", make=make)
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=1e-13)
     for name, weight in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], weight, rtol=0, atol=1e-13)
@@ -80,57 +76,37 @@ def mse(module: Net, z: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(z, y)
 
 
-PARTS: dict[str, Step] = {
-    "mean": mse,
-    "sum": lambda m, z, y: F.mse_loss(z, y, reduction="sum") * 0.05,
-    "noise of samples": lambda m, z, y: F.mse_loss(z + torch.randn_like(z), y),
-    "dropout": lambda m, z, y: F.mse_loss(F.dropout(z, 0.5), y),
-    "over its samples": lambda m, z, y: F.mse_loss(z, y, reduction="sum") / len(z),
-    "by deprecated arguments": lambda m, z, y: F.mse_loss(z, y, reduce=False).mean(),
-    "mean of a mask": lambda m, z, y: (z - y).abs()[y > 0].mean(),
-    "sum by a count": lambda m, z, y: (z - y)[y > 0].abs().sum() / (y > 0).sum().clamp(min=1),
+PARTS: dict[str, tuple[Any, Step]] = {
+    "mean": ("mean", mse),
+    "sum": ("sum", lambda m, z, y: F.mse_loss(z, y, reduction="sum") * 0.05),
+    "noise of samples": ("mean", lambda m, z, y: F.mse_loss(z + torch.randn_like(z), y)),
+    "dropout": ("mean", lambda m, z, y: F.mse_loss(F.dropout(z, 0.5), y)),
+    "over its samples": ("mean", lambda m, z, y: F.mse_loss(z, y, reduction="sum") / len(z)),
+    "mean of a mask": (lambda batch: (batch[1] > 0).sum(), lambda m, z, y: (z - y)[y > 0].mean()),
+    "a shared number": (
+        "mean",
+        lambda m, z, y: F.mse_loss(z * random.random() * np.random.rand(), y),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_means_and_sums_go_by_parts(name: str, lines: Any) -> None:
-    assert_equals_one_process(PARTS[name])
-    assert lines() == []
+def test_declared_means_and_sums_go_by_parts(name: str) -> None:
+    loss, step = PARTS[name]
+    assert_equals_one_process(step, loss=loss)
 
 
 WHOLE: dict[str, Step] = {
     "standardized": lambda m, z, y: F.mse_loss((z - z.mean(0)) / z.std(0), y),
     "half": lambda m, z, y: F.mse_loss(z[: len(z) // 2], y[: len(z) // 2]),
-    "times a deviation": lambda m, z, y: F.mse_loss(z, y) * z.std(0).mean(),
     "root": lambda m, z, y: F.mse_loss(z, y).sqrt(),
     "one": lambda m, z, y: F.mse_loss(z, y) / F.mse_loss(z, y).item(),
     "permuted": lambda m, z, y: F.mse_loss(z, y[torch.randperm(len(y))]),
     "numpy": lambda m, z, y: F.mse_loss(z, y) * np.random.rand(len(z)).mean(),
-    "a shared number": lambda m, z, y: F.mse_loss(z * random.random() * np.random.rand(), y),
     "a mean and a sum": lambda m, z, y: F.mse_loss(z, y) + F.l1_loss(z, y, reduction="sum"),
     "two views": lambda m, z, y: F.mse_loss(*torch.cat([z, 2 * z]).chunk(2)),
-    "noise, then standardized": lambda m, z, y: (z + torch.randn_like(z)).std(0).mean(),
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_any_other_loss_is_differentiated_once_a_batch(name: str, lines: Any) -> None:
-    assert_equals_one_process(WHOLE[name])
-    (line,) = lines()
-    assert "training epoch 0, batch 0 on" in line
-    assert "all 4 micro-batches" in line
-
-
-LATER: dict[str, Step] = {
-    "other functions": lambda m, z, y: (
+    "other functions later": lambda m, z, y: (
         F.mse_loss(z - z.mean(0), y) if m.global_step == 2 else F.mse_loss(z, y)
-    ),
-    "a weight of zero at first": lambda m, z, y: (
-        F.mse_loss(z, y) + float(m.global_step >= 2) * z.std(0).mean()
-    ),
-    "another dim": lambda m, z, y: (z - y).abs().mean(int(m.global_step < 2)).square().mean(),
-    "a mean, then a sum": lambda m, z, y: F.mse_loss(
-        z, y, reduction="sum" if m.global_step == 2 else "mean"
     ),
     "a branch of the samples": lambda m, z, y: (
         z.square().mean() if (y > 1.5).any() else (z * y).mean()
@@ -138,49 +114,96 @@ LATER: dict[str, Step] = {
 }
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_a_loss_that_changes_later_equals_one_process(name: str) -> None:
-    assert_equals_one_process(LATER[name])
+@pytest.mark.parametrize("name", WHOLE)
+def test_by_default_every_loss_equals_one_process(name: str) -> None:
+    assert_equals_one_process(WHOLE[name])
 
 
-def test_a_loss_that_changes_at_a_batch_is_said_with_that_batch(lines: Any) -> None:
-    train(LATER["other functions"], pipeline())
-    (line,) = lines()
-    assert "training_step, training epoch 0, batch 2 on" in line
+@pytest.mark.parametrize("name", ["standardized", "root", "permuted", "a mean and a sum"])
+def test_a_declaration_that_is_not_right_is_refused(name: str) -> None:
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"loss='mean'\) is not right in training_step, training "
+        r"epoch 0, batch 0: .*differ by",
+    ):
+        train(WHOLE[name], pipeline(loss="mean"))
 
 
-@pytest.mark.parametrize("loss", ["whole", "parts"])
-def test_the_user_may_say_how(loss: str, lines: Any) -> None:
-    assert_equals_one_process(mse, loss=loss)
-    assert lines() == []
+def test_a_declaration_that_is_not_right_later_is_refused_there() -> None:
+    def step(module: Net, z: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(z, y) + (z.std(0).mean() if module.global_step == 3 else 0)
+
+    with pytest.raises(MisconfigurationException, match=r"epoch 0, batch 3: "):
+        train(step, pipeline(loss="mean"))
 
 
-def test_by_parts_a_loss_that_is_no_mean_counts_as_one(lines: Any) -> None:
-    standardized = WHOLE["standardized"]
-    ours = train(standardized, pipeline(loss="parts"), samples=8)
-    theirs = train(standardized, "auto", samples=8)
-    assert not torch.allclose(ours.losses[0], theirs.losses[0])
-    assert lines() == []
+def test_a_loss_that_is_read_from_a_metric_is_refused() -> None:
+    def step(module: Net, z: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(z, y) * module.mean(z.detach().abs())
+
+    with pytest.raises(MisconfigurationException, match="the value of a metric"):
+        train(step, pipeline(loss="mean"))
+    assert_equals_one_process(step)
 
 
-def test_a_batch_that_does_not_fit_is_followed_only(
-    lines: Any, monkeypatch: pytest.MonkeyPatch
+STEPS: dict[str, tuple[bool, Step]] = {
+    "returns": (True, mse),
+    "logs its loss": (True, lambda m, z, y: logging(m, loss := F.mse_loss(z, y), loss)),
+    "logs it detached": (True, lambda m, z, y: logging(m, loss := F.mse_loss(z, y), loss.detach())),
+    "logs its number": (False, lambda m, z, y: logging(m, loss := F.mse_loss(z, y), loss.item())),
+    "logs another": (False, lambda m, z, y: logging(m, F.mse_loss(z, y), z.mean())),
+    "changes it later": (
+        False,
+        lambda m, z, y: logging(m, loss := F.mse_loss(z, y), loss).add_(z.mean()),
+    ),
+    "draws": (False, lambda m, z, y: F.mse_loss(z * random.random(), y)),
+    "prints": (False, lambda m, z, y: (m.print(""), F.mse_loss(z, y))[1]),
+}
+
+
+def logging(module: Net, loss: Tensor, value: Any) -> Tensor:
+    module.log("value", value)
+    return loss
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_only_the_end_of_a_step_that_does_more_runs_on_the_batch_too(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fits(comparison: Any, free: Any, may_part: bool) -> Any:
-        return compare(comparison, lambda: 0, may_part)
+    ends = []
+
+    def counted(end: StepEnd, *args: Any, **kwargs: Any) -> Any:
+        ends.append(end)
+        return run(end, *args, **kwargs)
+
+    run = StepEnd.run
+    monkeypatch.setattr(StepEnd, "run", counted)
+    only_loss, step = STEPS[name]
+    logs: list[Any] = []
+    for strategy in (pipeline(loss="mean"), "auto"):
+        module = train(step, strategy)
+        logs.append({**module.trainer.callback_metrics, "losses": module.losses})
+    torch.testing.assert_close(*logs, rtol=1e-6, atol=0, check_dtype=False)
+    assert len(ends) == (0 if only_loss else 4)
+
+
+def test_a_batch_that_does_not_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits(comparison: Any, free: Any, reduction: Any) -> Any:
+        return compare(comparison, lambda: 0, reduction)
 
     compare = Comparison.compare
     monkeypatch.setattr(Comparison, "compare", fits)
-    assert_equals_one_process(mse)
-    assert lines() == []
+    assert_equals_one_process(mse, loss="mean")
 
 
 def test_a_batch_that_has_to_run_whole_and_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightning_axosparse.strategy.states.free_bytes", lambda *_: 100)
-    with pytest.raises(MisconfigurationException, match=r"4 micro-batches.*recompute=.*'parts'"):
-        train(WHOLE["standardized"], pipeline())
+    with pytest.raises(
+        MisconfigurationException, match=r"3 micro-batches more.*recompute=.*'mean'"
+    ):
+        train(mse, pipeline())
 
 
 def test_comparing_leaves_no_trace() -> None:
@@ -192,7 +215,7 @@ def test_comparing_leaves_no_trace() -> None:
         module.log("loss", loss)
         return loss
 
-    for strategy in (pipeline(), pipeline(loss="whole"), "auto"):
+    for strategy in (pipeline(), pipeline(loss="mean"), "auto"):
         module = train(step, strategy)
         numbers = torch.rand(()), random.random(), np.random.rand()
         seen.append((module.mean.compute(), module.losses, numbers))
@@ -200,6 +223,23 @@ def test_comparing_leaves_no_trace() -> None:
         torch.testing.assert_close(mean, seen[-1][0], rtol=1e-6, atol=0)
         torch.testing.assert_close(losses, seen[-1][1], rtol=0, atol=1e-13)
         assert numbers == seen[-1][2]
+
+
+class Between(Net):
+    """Draws between its layers, from the third batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.model:
+            x = layer(x)
+            if batch_idx > 1:
+                x = x * random.random() + np.random.rand() + torch.rand(())
+        return self.given(self, x, batch[1])
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+def test_code_between_layers_draws_what_one_process_draws(loss: str) -> None:
+    assert_equals_one_process(mse, Between, loss=loss)
 
 
 def test_layers_that_compare_samples_are_refused_with_epoch_and_batch() -> None:

@@ -97,9 +97,12 @@ class Linears(L.LightningModule):
         sys.setprofile(None)
 
 
-def test_a_step_enters_few_functions() -> None:
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+def test_a_step_enters_few_functions(loss: str) -> None:
+    ENTERED.clear()
     module, x = Linears(), torch.randn(48, 8)
-    run = trainer(AxoSparseStrategy(2, microbatches=4, transport="loopback"), max_epochs=1)
+    strategy = AxoSparseStrategy(2, microbatches=4, transport="loopback", loss=loss)
+    run = trainer(strategy, max_epochs=1)
     run.fit(module, DataLoader(TensorDataset(x, x), 8))
     first, *_, before_last, last = ENTERED
     assert 500 < before_last == last < min(1700, first)

@@ -1,0 +1,170 @@
+"""Differentiates the loss of each micro-batch as soon as it is computed ("by parts").
+
+A stage then holds few micro-batches at a time. The user declares that this is right: the loss of
+the batch is a sum, or a mean, of those of its samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from lightning_axosparse.distributed.token_exchange import exchange_nothing
+from lightning_axosparse.pipeline.batch_layout import copied_batch
+from lightning_axosparse.pipeline.crossing.message import (
+    EMPTY,
+    NOTHING,
+    Activation,
+    Gradients,
+    Message,
+    detached_message,
+)
+from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
+from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.stage_forward import StepRun
+from lightning_axosparse.pipeline.stage_step import Rerun, TrainingStageStep, loss_of
+from lightning_axosparse.support.troubleshooting import see
+
+Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], float]
+"""How the loss of a batch follows from its samples.
+
+A function returns, for a micro-batch, the number by which its mean divides, such as its tokens.
+"""
+
+
+class LossWeights:
+    """The weights with which the losses of micro-batches add up to that of the batch.
+
+    A mean is weighted by its denominator: for micro-batches of 3 and 5 samples by 3/8 and 5/8.
+
+    Args:
+        reduction: how the loss follows from the samples.
+        microbatches: the micro-batches of the batch.
+
+    Attributes:
+        of: the weight of each micro-batch.
+
+    Raises:
+        MisconfigurationException: if the user's function returns no number of at least 0.
+    """
+
+    def __init__(self, reduction: Reduction, microbatches: Sequence[MicroBatch]) -> None:
+        if callable(reduction):
+            counts = [_denominator(reduction, part) for part in microbatches]
+        else:
+            counts = [1.0 if reduction == "sum" else float(part.size) for part in microbatches]
+        total = 1.0 if reduction == "sum" else sum(counts)
+        if not total:  # It is all padding: as on one process, gradients are zero, or NaN.
+            counts[-1] = total = 1.0
+        self.of = [count / total for count in counts]
+
+    def combined(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the loss of the batch; those of weight 0 may be NaN."""
+        pairs = zip(losses, self.of, strict=True)
+        return torch.stack([loss * weight for loss, weight in pairs if weight]).sum(0)
+
+
+def _denominator(count_of: Callable[[Any], float], part: MicroBatch) -> float:
+    """Return the number by which the mean of a micro-batch divides, by the user's function."""
+    count = count_of(part.batch)
+    try:
+        number = float(count)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise MisconfigurationException(
+            f"The function of AxoSparseStrategy(loss=...) returned {count!r} for a micro-batch. Let"
+            " it return the number by which the mean divides, such as that of the labels that are "
+            "not ignored." + see("losses")
+        )
+    return number
+
+
+def _no_own_numbers(problem: str) -> MisconfigurationException:
+    """Return the error of a step whose micro-batches cannot get their part of random numbers."""
+    return MisconfigurationException(
+        f"{problem}, so the loss does not follow from micro-batches, as AxoSparseStrategy(loss=...)"
+        " says. Use loss='whole', which is right for every step." + see("losses")
+    )
+
+
+class PartEffects(Protocol):
+    """The effects of runs on micro-batches: ``strategy.step.effects.StepEffects``."""
+
+    def of_part(self) -> Any:
+        """Return a context that records the log calls of a run, and undoes its other effects."""
+
+    def only_logs_loss(self, output: Any, loss: Tensor) -> bool:
+        """Whether this run did no more than to return a loss, and to log it as the others did."""
+
+
+class PartedStageStep(TrainingStageStep):
+    """The last stage, where losses are differentiated by parts.
+
+    Args:
+        shared: as for :class:`TrainingStageStep`.
+        reduction: how the loss of the batch follows from its samples.
+        effects: the effects of runs on micro-batches.
+        keeps: whether to keep the layer outputs, for a run of the end of the step on the batch.
+        more: as for :class:`TrainingStageStep`.
+    """
+
+    def __init__(
+        self, *shared: Any, reduction: Reduction, effects: PartEffects, keeps: bool, **more: Any
+    ) -> None:
+        super().__init__(*shared, **more)
+        self._effects, self._keeps = effects, keeps
+        self._weights = LossWeights(reduction, self.batch.microbatches)
+        self._losses: list[Tensor] = []
+        self.activations: list[Activation] = []
+        """The layer outputs that the end of the step receives, if they are kept."""
+        self.returns_mapping = False
+        """Whether the step returns a dict with the loss."""
+
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
+        """Run the user's step on a micro-batch, to its end."""
+        part = self.batch.microbatches[microbatch]
+        run: StepRun | None = None
+        try:
+            if received is not None and received.content.has_failed:
+                raise UnsentValueError
+            run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
+            run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
+            measured = self._limit.measured(self.stage, run.received.tensors)
+            with self._effects.of_part(), measured:
+                output = self._run_step(run, part, copied_batch(part.batch))
+            self._losses.append(loss := loss_of(output))
+            self.returns_mapping = isinstance(output, Mapping)
+            if problem := self.batch.numbers[self.stage].problem:
+                raise _no_own_numbers(problem)
+            if not self._keeps and (
+                self._rng.has_drawn() or not self._effects.only_logs_loss(output, loss)
+            ):
+                self.rerun = Rerun.HAS_OTHER_EFFECTS
+        except UnsentValueError:
+            self._losses.append(Tensor())
+            self.rerun = Rerun.READS
+        if run is not None and run.sent_here is not None:
+            self.activations.append(detached_message(run.sent_here)[1].content)
+        return EMPTY
+
+    def _own_gradients(self, microbatch: int) -> Gradients:
+        return Gradients((), self.rerun is not None)
+
+    def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
+        loss, weight = self._losses[microbatch], self._weights.of[microbatch]
+        if weight and not self.is_void:
+            self._backward.differentiate(loss * weight)
+        else:  # It is all padding, for example: its loss may be NaN.
+            exchange_nothing([loss])
+        self._losses[microbatch] = loss.detach()
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss of the batch."""
+        return self._weights.combined(self._losses)

@@ -1,1 +1,0 @@
-"""The loss of the whole batch, and other values, from those of its micro-batches."""
