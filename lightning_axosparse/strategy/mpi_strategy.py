@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import ReduceOp
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -25,7 +26,11 @@ from lightning_axosparse.strategy.compat.loaders import process_dataloader
 from lightning_axosparse.strategy.compat.lockstep import cause_of
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
-from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
+from lightning_axosparse.strategy.validation import (
+    validate_local_rank,
+    validate_not_compiled,
+    validate_world_size,
+)
 from lightning_axosparse.support.files import put_sockets_in
 from lightning_axosparse.support.memory import map_larger_blocks
 from lightning_axosparse.support.patched import patched
@@ -58,6 +63,17 @@ class MPIStrategy(ParallelStrategy):
         self._groups: ProcessGroups | None = None
         # Setup registers here how its changes are undone; teardown closes it.
         self._undo = ExitStack()
+
+    # The Trainer sets it before it refuses a compiled module without saying what to do instead.
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._connected_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        if module is not None:
+            validate_not_compiled(module)
+        self._connected_module = module
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

@@ -81,6 +81,11 @@ def trainer_of(module: LightningModule) -> Trainer | None:
     return module._trainer
 
 
+def is_compiled_whole(module: LightningModule) -> bool:
+    """Return whether the Trainer was given ``torch.compile(module)``, of which it takes steps."""
+    return module._compiler_ctx is not None
+
+
 def overrides(owner: object | None, *hooks: str) -> bool:
     """Whether a LightningModule, LightningDataModule or callback overrides one of these hooks."""
     return any(is_overridden(hook, owner) for hook in hooks)
