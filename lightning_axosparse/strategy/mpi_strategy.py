@@ -21,7 +21,12 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import environment
 from lightning_axosparse.distributed.process_groups import ProcessGroups, broadcast
 from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
-from lightning_axosparse.strategy.compat.internals import all_gather, reduce, with_atomic_files
+from lightning_axosparse.strategy.compat.internals import (
+    all_gather,
+    reduce,
+    remove_checkpoint,
+    with_atomic_files,
+)
 from lightning_axosparse.strategy.compat.loaders import process_dataloader
 from lightning_axosparse.strategy.compat.lockstep import cause_of
 from lightning_axosparse.strategy.config import Config
@@ -84,6 +89,11 @@ class MPIStrategy(ParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, on the first rank."""
+        if self.is_global_zero:
+            remove_checkpoint(self.checkpoint_io, filepath)
 
     @property
     def _placement(self) -> environment.Placement:
