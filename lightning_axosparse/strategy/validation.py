@@ -18,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -68,6 +69,7 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
 def validate_not_compiled(module: LightningModule) -> None:
     """Check that the steps of a module were not compiled, as a pipeline replaces their layers."""
     if is_compiled_whole(module):
+        to_uncompiled(module)  # Lightning has replaced its steps.
         raise MisconfigurationException(
             "The module was given to the Trainer as `torch.compile(module)`, which compiles whole "
             "steps, but in a pipeline each stage runs only a part of them. Give the Trainer the "

@@ -136,11 +136,11 @@ class TwoOptimizers(BoringModel):
 
 @pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
 def test_a_module_that_is_compiled_whole_is_refused_before_ranks_start(run: str) -> None:
-    words = r"whole steps.*compile its layers in `setup`"
+    words, module = r"whole steps.*compile its layers in `setup`", BoringModel()
     with pytest.raises(MisconfigurationException, match=words):
-        getattr(trainer(Launches()), run)(torch.compile(BoringModel()))
+        getattr(trainer(Launches()), run)(torch.compile(module))
     with pytest.raises(LaunchReached):
-        getattr(trainer(Launches()), run)(BoringModel())
+        getattr(trainer(Launches()), run)(module)
 
 
 class TestAssumptionsAboutLightning:
