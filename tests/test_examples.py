@@ -54,6 +54,17 @@ def test_vision(example: Path) -> None:
     assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.15  # one of ten
 
 
+@pytest.mark.parametrize("example", ["transfer"], indirect=True)
+def test_transfer(example: Path) -> None:
+    size = ["--width", "32", "--pretrain", "20", "--steps", "20"]
+    printed = run(example, [*warm_python(), "finetune.py", *size])
+    rows = re.findall(r"^\| (.+) \| (\d+)% \| ([\d.]+) \|$", printed, re.MULTILINE)
+    assert [int(left) for _, left, _ in rows] == [100, 100, 20, 20]
+    new, dense, at_once, gradually = (float(perplexity) for *_, perplexity in rows)
+    assert dense < at_once
+    assert max(dense, gradually) < new < 256  # of a byte
+
+
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that save_pretrained has written, and a text."""

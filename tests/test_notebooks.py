@@ -28,7 +28,7 @@ def test_a_notebook_names_files() -> None:
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:  # long enough for a sample that reads, but not for a test
-        cell.source = cell.source.replace("limit_train_batches=80", "limit_train_batches=20")
+        cell.source = cell.source.replace("limit_train_batches=200", "limit_train_batches=20")
     client = NotebookClient(
         notebook, timeout=PATIENCE, resources={"metadata": {"path": str(tmp_path)}}
     )

@@ -48,6 +48,7 @@ from lightning_axosparse.support.torch_internals import (
     await_collective,
     backward_passes_by,
     never_compiled,
+    not_compiled,
     paused,
     plain_torch_functions,
 )
@@ -187,7 +188,8 @@ class StepRun:
         seed_layers: seeds the layers; None if they draw as on one process.
         ends_behind_layers: whether the return of the last layer ends the step.
         reads: records the values of other stages that the stage reads; None if they are known.
-        first_inputs: replaces the arguments of the first layer; None to leave them as they are.
+        first_inputs: replaces the arguments of the first layer, on the first stage; None to leave
+            them as they are.
         behind_layers: called at the return of the last layer, in a run of the end of the step.
         placeholders: those of earlier stages that may get a gradient, and must not.
         next_layer: index of the layer that the step is to call next.
@@ -388,10 +390,8 @@ class PipelinedLayers:
             with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:
                     raise StageEdge(_activation(current))
-                if index == 0 and run.first_inputs is not None:
-                    args, kwargs = run.first_inputs(args, kwargs)
                 if index == part.start:
-                    self._begin(current)
+                    args, kwargs = self._begin(current, args, kwargs)
                 output = self._run(current, index, compute, args, kwargs)
                 if run.next_layer == len(self.layers):
                     if run.ends_behind_layers:
@@ -400,7 +400,8 @@ class PipelinedLayers:
                         run.sent_here = _activation(current)
                 return output
 
-        return forward
+        # The index of the next layer would become a symbol in what `layer.compile()` makes.
+        return not_compiled(forward)
 
     def _run_backward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass; inside a run of the step, it is the user's."""
@@ -409,13 +410,19 @@ class PipelinedLayers:
             return own(*args, **kwargs)
         return current.inner.run(own, *args, **kwargs)
 
-    def _begin(self, current: _CurrentRun) -> None:
-        """Prepare for the stage's own layers."""
+    @never_compiled
+    def _begin(
+        self, current: _CurrentRun, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Prepare for the stage's own layers; return the arguments of the first one."""
+        if current.run.first_inputs is not None:
+            args, kwargs = current.run.first_inputs(args, kwargs)
         if current.sends:
             current.side_outputs.watch(current.part)
         current.values.begin_stage()
         if current.run.seed_layers is not None:
             current.run.seed_layers()
+        return args, kwargs
 
     def _run(
         self,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import ReduceOp
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -20,12 +21,21 @@ from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi import environment
 from lightning_axosparse.distributed.process_groups import ProcessGroups, broadcast
 from lightning_axosparse.distributed.rank_status import blocked, mark_finished, this_rank
-from lightning_axosparse.strategy.compat.internals import all_gather, reduce, with_atomic_files
+from lightning_axosparse.strategy.compat.internals import (
+    all_gather,
+    reduce,
+    remove_checkpoint,
+    with_atomic_files,
+)
 from lightning_axosparse.strategy.compat.loaders import process_dataloader
 from lightning_axosparse.strategy.compat.lockstep import cause_of
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
-from lightning_axosparse.strategy.validation import validate_local_rank, validate_world_size
+from lightning_axosparse.strategy.validation import (
+    validate_local_rank,
+    validate_not_compiled,
+    validate_world_size,
+)
 from lightning_axosparse.support.files import put_sockets_in
 from lightning_axosparse.support.memory import map_larger_blocks
 from lightning_axosparse.support.patched import patched
@@ -59,6 +69,17 @@ class MPIStrategy(ParallelStrategy):
         # Setup registers here how its changes are undone; teardown closes it.
         self._undo = ExitStack()
 
+    # The Trainer sets it before it refuses a compiled module without saying what to do instead.
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._connected_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        if module is not None:
+            validate_not_compiled(module)
+        self._connected_module = module
+
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's plugin, or one that never leaves a partly written file."""
@@ -68,6 +89,11 @@ class MPIStrategy(ParallelStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, on the first rank."""
+        if self.is_global_zero:
+            remove_checkpoint(self.checkpoint_io, filepath)
 
     @property
     def _placement(self) -> environment.Placement:

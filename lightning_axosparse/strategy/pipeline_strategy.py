@@ -29,6 +29,7 @@ from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.sparse import densify
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.sparse.module.parameters import owned_parameters
+from lightning_axosparse.strategy.compat.callbacks import graph_written
 from lightning_axosparse.strategy.compat.internals import (
     callbacks_of,
     files_mapped,
@@ -170,6 +171,8 @@ class PipelineStrategy(MPIStrategy):
         self._validate_run(trainer)
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self._module)
+        if self._rank_count > 1:
+            self._undo.enter_context(graph_written(trainer))
         self._choose_products()
         if self._tensors is not None:
             self._tensors.parallelize(self.config.tensors.plan)

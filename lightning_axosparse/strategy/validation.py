@@ -1,8 +1,7 @@
 """Validates the module, callbacks, optimizers and ranks of a run.
 
 Every ``validate`` function raises a ``MisconfigurationException`` that names the problem and a
-remedy. Lightning itself raises for a module compiled as a whole, before any rank is started; and
-for several optimizers, when they are configured.
+remedy. Lightning itself raises for several optimizers, when they are configured.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -27,7 +27,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
-from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
+from lightning_axosparse.strategy.compat.internals import callbacks_of, is_compiled_whole, overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import expert_layers
 from lightning_axosparse.support.remote_files import local_path
@@ -64,6 +64,18 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
 
 
 # The module
+
+
+def validate_not_compiled(module: LightningModule) -> None:
+    """Check that the steps of a module were not compiled, as a pipeline replaces their layers."""
+    if is_compiled_whole(module):
+        to_uncompiled(module)  # Lightning has replaced its steps.
+        raise MisconfigurationException(
+            "The module was given to the Trainer as `torch.compile(module)`, which compiles whole "
+            "steps, but in a pipeline each stage runs only a part of them. Give the Trainer the "
+            "module itself, and compile its layers in `setup`, which runs on every rank: "
+            "`for layer in self.layers: layer.compile()`." + see("layers")
+        )
 
 
 def validate_module(module: LightningModule) -> None:

@@ -114,6 +114,12 @@ def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return uncompiled
 
 
+def not_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function that torch.compile does not compile; it compiles those that this calls."""
+    uncompiled: Callable[_P, _R] = torch.compiler.disable(function, recursive=False)
+    return uncompiled
+
+
 def fake_mode() -> Any:
     """Return a mode that can make tensors fake, for which operators compute only shapes."""
     # Imported here, because it takes a while.

@@ -17,7 +17,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_axosparse import AxoSparseStrategy, CorruptFileError
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.support import archive
+from lightning_axosparse.support.patched import patched
 from tests.parity.cases import BATCHES, Net, loader, trainer
+from tests.ranks import run_ranks
 
 CONTENT = {"state_dict": {"weight": torch.arange(6.0).view(2, 3)}, "epoch": 3}
 
@@ -152,6 +154,44 @@ def test_a_file_may_be_written_while_training_goes_on(
     assert {path.name for path in tmp_path.iterdir()} == {f"step={n}.ckpt" for n in (1, 2, 3)}
     file = torch.load(tmp_path / "step=1.ckpt", weights_only=False)
     torch.testing.assert_close(file["state_dict"], waits.weights, rtol=0, atol=0)
+
+
+def files_of_run(folder: Path, in_a_thread: bool) -> None:
+    """Keep the best and the last of three epochs; a thread writes them when training has ended."""
+    ended, save = threading.Event(), archive.save
+
+    class Ends(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            ended.set()
+
+    def late(content: Any, path: Any) -> None:
+        assert not in_a_thread or ended.wait(60)
+        save(content, path)
+
+    L.seed_everything(0, verbose=False)
+    best = ModelCheckpoint(folder, "{epoch}", monitor="train_loss", save_top_k=1, save_last=True)
+    with patched(archive, "save", late):
+        run = trainer(
+            AxoSparseStrategy(2, 2),
+            2,
+            callbacks=[best, Ends()],
+            plugins=[AsyncCheckpointIO()] if in_a_thread else [],
+            enable_checkpointing=True,
+        )
+        run.fit(Net(), loader(1))
+
+
+def test_a_thread_leaves_the_files_that_stages_leave_without(tmp_path: Path) -> None:
+    for name, in_a_thread in (("plain", False), ("thread", True)):
+        run_ranks(2, files_of_run, tmp_path / name, in_a_thread)
+    plain, thread = (
+        {path.name: torch.load(path, weights_only=False) for path in (tmp_path / name).iterdir()}
+        for name in ("plain", "thread")
+    )
+    assert thread.keys() == plain.keys() == {"epoch=2.ckpt", "last.ckpt"}
+    for name, written in plain.items():
+        for part in ("state_dict", "optimizer_states", "loops"):
+            torch.testing.assert_close(thread[name][part], written[part], rtol=0, atol=0)
 
 
 def test_an_error_of_the_writing_thread_ends_the_run(

@@ -471,3 +471,22 @@ def test_what_each_stage_keeps_of_a_micro_batch_is_measured(parted: bool) -> Non
     first, middle, last = (limit._saved_bytes[stage] for stage in range(3))
     assert (first, middle) == (one, 2 * one), "what it sends, and what it has received"
     assert last >= 2 * one
+
+
+def test_of_a_layer_that_is_compiled_in_place_its_own_forward_alone_is_compiled() -> None:
+    graphs: list[list[Any]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch.compiler.reset()
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    for layer in model:
+        layer.compile(backend=backend, dynamic=True)
+    pipe, dealt = pipeline(model, 2)
+    train(pipe, lambda x: model(x).sum(), torch.randn(6, 6), 3)
+    dealt.uninstall()
+
+    assert graphs
+    assert all(graph == [nn.functional.linear] for graph in graphs)

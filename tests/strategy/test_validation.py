@@ -134,19 +134,17 @@ class TwoOptimizers(BoringModel):
         return [SGD(self.parameters(), lr=0.1), SGD(self.parameters(), lr=0.1)]
 
 
+@pytest.mark.parametrize("run", ["fit", "validate", "test", "predict"])
+def test_a_module_that_is_compiled_whole_is_refused_before_ranks_start(run: str) -> None:
+    words, module = r"whole steps.*compile its layers in `setup`", BoringModel()
+    with pytest.raises(MisconfigurationException, match=words):
+        getattr(trainer(Launches()), run)(torch.compile(module))
+    with pytest.raises(LaunchReached):
+        getattr(trainer(Launches()), run)(module)
+
+
 class TestAssumptionsAboutLightning:
     """What the strategy need not refuse, because Lightning does."""
-
-    @pytest.mark.parametrize(
-        ("module", "error"),
-        [
-            (torch.compile(BoringModel()), RuntimeError),
-            (BoringModel(), LaunchReached),
-        ],
-    )
-    def test_modules_are_refused_before_the_launch(self, module: Any, error: type) -> None:
-        with pytest.raises(error):
-            trainer(Launches()).fit(module)
 
     def test_several_optimizers(self) -> None:
         with pytest.raises(RuntimeError, match="multiple optimizers"):

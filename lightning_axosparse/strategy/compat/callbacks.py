@@ -21,6 +21,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.call import _call_teardown_hook
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -28,6 +29,8 @@ from typing_extensions import override
 
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.support.patched import patched
+from lightning_axosparse.support.torch_internals import is_dtensor
+from lightning_axosparse.support.troubleshooting import see
 
 
 def parameters_told_apart_by_identity() -> AbstractContextManager[None]:
@@ -145,6 +148,30 @@ def loggers_silenced(trainer: pl.Trainer) -> Iterator[set[str]]:
     silent = [_SilentLogger(logger, written) for logger in trainer.loggers]
     with patched(trainer, "_loggers", silent), broadcasting_nothing(trainer):
         yield written
+
+
+@contextmanager
+def graph_written(trainer: pl.Trainer) -> Iterator[None]:
+    """Let TensorBoard loggers write the module's graph now, and not inside the context.
+
+    Lightning lets them write it after setup, when this rank has only its own layers.
+    """
+    module = trainer.lightning_module
+    is_whole = not any(p.is_meta or is_dtensor(p) for p in module.parameters())
+    with ExitStack() as stack:
+        for logger in trainer.loggers:
+            if not (isinstance(logger, TensorBoardLogger) and logger._log_graph):
+                continue
+            if is_whole:
+                logger.log_graph(module)
+            else:
+                rank_zero_warn(
+                    "`TensorBoardLogger(log_graph=True)` writes no graph, because no rank has all "
+                    "layers when the run begins. Write the graph of a whole module in a script of "
+                    "its own: `logger.log_graph(module)`." + see("logging")
+                )
+            stack.enter_context(patched(logger, "_log_graph", False))
+        yield
 
 
 def broadcasting_nothing(trainer: pl.Trainer) -> AbstractContextManager[None]:

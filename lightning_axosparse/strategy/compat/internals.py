@@ -19,6 +19,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core import saving
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -79,6 +80,11 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 def trainer_of(module: LightningModule) -> Trainer | None:
     """Return the Trainer of a module; None in the process that only starts the ranks."""
     return module._trainer
+
+
+def is_compiled_whole(module: LightningModule) -> bool:
+    """Return whether the Trainer was given ``torch.compile(module)``, of which it takes steps."""
+    return module._compiler_ctx is not None
 
 
 def overrides(owner: object | None, *hooks: str) -> bool:
@@ -159,3 +165,15 @@ def reading_files(io: CheckpointIO) -> AtomicCheckpointIO | None:
     """Return the plugin that reads local files, itself or wrapped; None if it is the user's."""
     read_by = io.checkpoint_io if isinstance(io, _WrappingCheckpointIO) else io
     return read_by if isinstance(read_by, AtomicCheckpointIO) else None
+
+
+def remove_checkpoint(io: CheckpointIO, path: Any) -> None:
+    """Remove a checkpoint; ``AsyncCheckpointIO`` removes it in its thread, which may not have it.
+
+    Lightning removes it at once, and a file that is written afterwards would stay for ever.
+    """
+    executor = io._executor if isinstance(io, AsyncCheckpointIO) else None
+    if executor is None:
+        io.remove_checkpoint(path)
+    else:
+        executor.submit(io.remove_checkpoint, path)

@@ -291,6 +291,7 @@ def save_together(trainer: pl.Trainer, exception: BaseException) -> None:
     this_rank().leaves = True
     for callback in callbacks:
         callback.on_exception(trainer, trainer.lightning_module, exception)
+    trainer.strategy.checkpoint_io.teardown()  # A plugin may write in a thread.
     with blocked("all ranks to save what the exception leaves"):
         all_arrive(position, inf)  # With no integers, MPI need not wait for anyone.
 

@@ -1,17 +1,21 @@
-"""The folder of loggers, on all stages."""
+"""Loggers on all stages: their folder, and the graph of the whole module."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from torch import nn
 
 from lightning_axosparse import AxoSparseStrategy
+from tests.quiet import QUIET
 from tests.ranks import run_ranks
 
 SEEN: list[Any] = []
@@ -60,3 +64,57 @@ def test_the_folder_is_the_same_in_all_runs_of_a_step(
     expected = tmp_path / "lightning_logs" / "version_0" if has_logger else tmp_path
     found = run_ranks(2, folders, tmp_path, fails_first, has_logger)
     assert found == [{str(expected)}] * 2
+
+
+class LogsGraphs(TensorBoardLogger):
+    """Records which layers the graph has; TensorBoard itself need not be installed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._log_graph = True
+        self.layers: list[set[str]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return MagicMock(add_graph=self._record_graph)
+
+    def _record_graph(self, module: L.LightningModule, example: Any) -> None:
+        graph = torch.jit.trace(module, example).inlined_graph
+        names = (str(node.scopeName()) for node in graph.nodes())
+        self.layers.append({name.rpartition("/")[2] for name in names} - {""})
+
+
+class Whole(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(4, 32)
+        self.layer = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))  # type: ignore[assignment]
+
+
+class InParts(Whole):
+    def configure_model(self) -> None:
+        self.layer = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))  # type: ignore[assignment]
+
+
+def layers_of_graphs(folder: Path, module: Whole) -> list[set[str]]:
+    logger = LogsGraphs(folder)
+    trainer = L.Trainer(
+        **{**QUIET, "logger": logger},
+        accelerator="cpu",
+        devices=2,
+        max_steps=1,
+        limit_val_batches=0,
+        strategy=AxoSparseStrategy(g_inter=2),
+    )
+    no_graph = pytest.warns(match="writes no graph")
+    with no_graph if type(module) is InParts and trainer.is_global_zero else nullcontext():
+        trainer.fit(module)
+    assert logger._log_graph
+    return logger.layers
+
+
+def test_the_graph_of_tensorboard_has_the_layers_of_all_stages(tmp_path: Path) -> None:
+    first, other = run_ranks(2, layers_of_graphs, tmp_path, Whole())
+    assert first == [{"__module.layer.0", "__module.layer.1"}]
+    assert other == []
+    assert run_ranks(2, layers_of_graphs, tmp_path, InParts()) == [[], []]

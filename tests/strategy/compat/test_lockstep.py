@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.strategy.compat.lockstep import (
@@ -116,8 +119,16 @@ class FailsToSave(Callback):
         raise OSError("no space")
 
 
-def fit(module: Net, strategy: AxoSparseStrategy, devices: int, *callbacks: Callback) -> None:
-    run = trainer(strategy, devices, callbacks=[*callbacks], enable_checkpointing=True)
+class WritesLate(AtomicCheckpointIO):
+    def save_checkpoint(self, *args: Any, **options: Any) -> None:
+        time.sleep(2)
+        super().save_checkpoint(*args, **options)
+
+
+def fit(
+    module: Net, strategy: AxoSparseStrategy, devices: int, *callbacks: Callback, **options: Any
+) -> None:
+    run = trainer(strategy, devices, callbacks=[*callbacks], enable_checkpointing=True, **options)
     run.fit(module, loader(1))
 
 
@@ -131,7 +142,10 @@ def expected(tmp_path: Path) -> dict[str, Tensor]:
     return state
 
 
-def test_ranks_that_fail_together_save_the_whole_model(tmp_path: Path, expected: Any) -> None:
+@pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO(WritesLate())]])
+def test_ranks_that_fail_together_save_the_whole_model(
+    tmp_path: Path, expected: Any, plugins: list[Any]
+) -> None:
     torch.manual_seed(0)
     callbacks = [
         Keeps(tmp_path, "started"),
@@ -141,7 +155,7 @@ def test_ranks_that_fail_together_save_the_whole_model(tmp_path: Path, expected:
         pytest.raises(LookupError, match="the user's own"),
         pytest.warns(UserWarning, match="was not written by the process that has started"),
     ):
-        fit(Failing(), AxoSparseStrategy(2, 4), 2, *callbacks)
+        fit(Failing(), AxoSparseStrategy(2, 4), 2, *callbacks, plugins=plugins)
     for name in ("started", "monitored"):
         saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=False)
         assert saved["global_step"] == FAILS_AFTER

@@ -17,6 +17,7 @@ from typing import Any
 
 import nbformat
 import numpy as np
+import optuna
 import psutil
 import pytest
 import torch
@@ -29,12 +30,16 @@ from nbclient import NotebookClient
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.strategy.launcher import fork_server
 from lightning_axosparse.strategy.launcher.failure import RankFailedError
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
+from tests.parity.cases import Net
+from tests.parity.cases import fit as fit_net
+from tests.parity.cases import trainer as net_trainer
 from tests.ranks import PATIENCE
 
 
@@ -236,6 +241,23 @@ def test_a_rank_that_raises(capsys, tmp_path, monkeypatch):
     captured = capsys.readouterr().out  # a stream without a file
     assert "rank 0 prints" in captured
     assert "rank 1 prints" in captured
+
+
+class Reports(Callback):
+    """Does what callbacks of Optuna do."""
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        raise optuna.TrialPruned("worse than the median")
+
+
+def test_a_callback_on_ranks_prunes_a_trial_of_optuna():
+    def objective(trial: Any) -> None:
+        strategy = AxoSparseStrategy(g_inter=2)
+        fit_net(net_trainer(strategy, devices=2, callbacks=[Reports()]), Net())
+
+    study = optuna.create_study()
+    study.optimize(objective, n_trials=1)
+    assert study.trials[0].state == optuna.trial.TrialState.PRUNED
 
 
 def die_on_rank_1() -> None:
