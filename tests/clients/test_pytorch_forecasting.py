@@ -78,10 +78,6 @@ def test_it_prunes_as_masked_training(name: str, grid: str) -> None:
     assert_same(partial(train, name), grid)
 
 
-def test_stages_on_ranks() -> None:
-    assert_same(partial(train, "N-HiTS"), "two stages")
-
-
 def test_replicas_train_as_ddp() -> None:
     assert_replicas_same(partial(train, "N-BEATS"))
 

@@ -10,7 +10,7 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.clients.same import GRIDS, STEPS, assert_same, pruned, run
+from tests.clients.same import STEPS, assert_same, pruned, run
 
 pytest.importorskip("scvi")
 
@@ -33,9 +33,15 @@ def train(**options: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", ["one rank", "loopback"])
 def test_it_prunes_as_masked_training(grid: str) -> None:
     assert_same(train, grid, microbatches=1, pipeline=LAYERS)
+
+
+def test_batches_that_it_shuffles_by_rank_are_refused() -> None:
+    strategy = AxoSparseStrategy(2, 1, LAYERS)
+    with pytest.raises(MisconfigurationException, match="were given different ones"):
+        run(train, strategy, devices=2)
 
 
 def test_containers_without_an_order_are_named() -> None:
