@@ -36,6 +36,7 @@ SLOW = (
     "cli/test_train.py::test_debugging_a_run_in_one_process[limit",
     "cli/test_train.py::test_debugging_a_run_in_one_process[profiler",
     "cli/test_train.py::test_every_grid",
+    "clients/test_",
     "corpus/test_published.py",
     "corpus/test_ranks.py",
     "faults/test_false_alarms.py",

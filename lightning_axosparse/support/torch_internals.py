@@ -280,6 +280,11 @@ def transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_mode()
 
 
+def observed() -> bool:
+    """Return whether a mode observes torch functions; it does not see nodes of autograd."""
+    return torch._C._is_torch_function_mode_enabled()
+
+
 def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call ``function.apply`` without the Python code for transforms, none of which may be active.
 

@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.state.module_state import (
@@ -49,6 +50,20 @@ class _Counted:
         set_attribute(self.owner, self.path.name, value)
 
 
+class _Buffer(NamedTuple):
+    """A buffer, with a copy of its values."""
+
+    owner: nn.Module
+    name: str
+    buffer: Tensor
+    values: Tensor
+
+    def restore(self) -> None:
+        setattr(self.owner, self.name, self.buffer)
+        with torch.no_grad():
+            self.buffer.copy_(self.values)
+
+
 class LayerState:
     """The attributes that layers of this rank's stages change to the same in every micro-batch."""
 
@@ -58,6 +73,8 @@ class LayerState:
         self._rewritten: dict[tuple[AttributePath, int], Tensor] = {}
         self._versions: dict[int, list[int]] = {}
         """By stage, the versions of rewritten parameters before the first micro-batch."""
+        self._before: list[_Buffer] | None = None
+        """While a batch runs, all buffers before it."""
 
     def learn(
         self,
@@ -81,7 +98,18 @@ class LayerState:
                 self._counted.setdefault(path, _Counted(path, stage, owner))
 
     def begin_batch(self) -> None:
-        """Prepare for the micro-batches of a batch."""
+        """Prepare for the micro-batches of a batch.
+
+        If the last batch has not ended, it runs again, with the buffers from before it.
+        """
+        for buffer in self._before or ():
+            buffer.restore()
+        self._before = [
+            _Buffer(owner, name, value, value.clone())
+            for owner in self._module.modules()
+            for name, value in owner.named_buffers(recurse=False)
+            if not value.is_meta
+        ]
         self._versions = {}
         for each in self._counted.values():
             each.parts = []
@@ -114,6 +142,7 @@ class LayerState:
 
     def end_batch(self) -> list[str]:
         """Set the attributes to their values after the batch; return warnings."""
+        self._before = None
         warnings = []
         for each in self._counted.values():
             if each.parts and not all(same(part, each.parts[0]) for part in each.parts):

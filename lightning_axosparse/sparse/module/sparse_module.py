@@ -20,6 +20,7 @@ from lightning_axosparse.sparse.ops.torch_functions import read_weight
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
 from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support.torch_internals import observed
 from lightning_axosparse.support.troubleshooting import see
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -316,6 +317,8 @@ def _forward(dense_class: type[nn.Module], compute: _Compute) -> Callable[..., T
         # torch.func.functional_call may put a dense tensor in its place.
         stored, values = vars(layer).get("_stored", {}).get("weight"), layer._parameters["weight"]
         if not stored or type(values) not in _PLAIN or values.shape != (stored.layout.nnz,):
+            return dense_forward(layer, inputs)
+        if observed():  # A node of autograd would hide from the mode what is computed from what.
             return dense_forward(layer, inputs)
         form = stored.form.for_values(values, layer.training)
         outputs = compute(layer, inputs, values, stored.layout, form)

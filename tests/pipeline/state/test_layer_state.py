@@ -185,3 +185,23 @@ def test_a_copy_keeps_what_it_is() -> None:
     items = [torch.ones(1)]
     copied(items).append(1)
     assert len(items) == 1
+
+
+def test_a_batch_that_runs_again_finds_the_buffers_from_before_it() -> None:
+    module = Stages()
+    state, layer = LayerState(module), module.layers[0]
+    buffer = layer.u
+
+    def run(replaces: bool) -> None:
+        state.begin_batch()
+        layer.u.mul_(2)
+        if replaces:
+            layer.u = layer.u + 1
+
+    run(True)
+    run(False)
+    assert layer.u is buffer
+    assert layer.u.tolist() == [2, 2]
+    state.end_batch()
+    run(False)
+    assert layer.u.tolist() == [4, 4], "a batch that has ended stays"
