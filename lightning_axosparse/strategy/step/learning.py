@@ -110,6 +110,12 @@ class StepLearner:
         known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
         if rerun is Rerun.READS:
             known.crossing = None
+        if rerun is Rerun.HAS_OTHER_EFFECTS and not run.pipeline.is_divided:
+            self.warn(
+                f"training_step does more than to return a loss and to log it, so AxoSparseStrategy"
+                f"(loss={self._reduction!r}) saves no memory on one stage: batches pass as a whole."
+                + see("losses")
+            )
 
     def _compare(
         self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None

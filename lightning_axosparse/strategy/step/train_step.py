@@ -201,6 +201,8 @@ class StepRunner:
         )
         gradients.share = share
         reduction = self._reduction if len(step.microbatches) > 1 else None
+        if known.has_other_effects and not run.pipeline.is_divided:
+            reduction = None  # Without layers, there is no end of the step to run on the batch.
         step = self._with_known(known, step, by_parts=reduction is not None)
         training = TrainingBatch(**vars(step), backward=gradients)
         run.layer_state.begin_batch()

@@ -187,6 +187,19 @@ def test_only_the_end_of_a_step_that_does_more_runs_on_the_batch_too(
     assert len(ends) == (0 if only_loss else 4)
 
 
+@pytest.mark.parametrize("name", STEPS)
+def test_on_one_stage_a_step_that_does_more_runs_whole(name: str) -> None:
+    only_loss, step = STEPS[name]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ours = train(step, AxoSparseStrategy(1, 4, transport="loopback", loss="mean"))
+    theirs = train(step, "auto")
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=1e-13)
+    logs = [module.trainer.callback_metrics for module in (ours, theirs)]
+    torch.testing.assert_close(*logs, rtol=1e-6, atol=0, check_dtype=False)
+    assert any("batches pass as a whole" in str(w.message) for w in said) != only_loss
+
+
 def test_a_batch_that_does_not_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def fits(comparison: Any, free: Any, reduction: Any) -> Any:
         return compare(comparison, lambda: 0, reduction)
