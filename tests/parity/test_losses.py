@@ -300,7 +300,10 @@ def train_replicas(kind: str, devices: int, port: int) -> dict[str, Record]:
     }
 
 
-REPLICATED = ("padding, accumulated", *MODULES, *(f"{name}, by parts" for name in PARTS))
+REPLICATED = (
+    *("padding", "padding, accumulated", "class weights", "by hand", "hidden"),
+    *("supervised contrastive", "late", "padding, by parts", "hidden, by parts"),
+)
 
 
 def test_replicas_mean_what_they_mean_in_ddp() -> None:

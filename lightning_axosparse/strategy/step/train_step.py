@@ -372,15 +372,15 @@ class StepRunner:
 def _loss_alone(output: Any) -> Any:
     """Return the loss in an output, in the same structure: it is small whatever else is in it.
 
-    A scalar gives itself, a mapping a dict with its "loss", if there is one, all else None.
+    One number gives itself, a mapping a dict with its "loss", if there is one, all else None.
     """
     if isinstance(output, Mapping):
-        return {"loss": output["loss"]} if _is_scalar(output.get("loss")) else {}
-    return output if _is_scalar(output) else None
+        return {"loss": output["loss"]} if _is_number(output.get("loss")) else {}
+    return output if _is_number(output) else None
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, float | int) or (isinstance(value, Tensor) and not value.dim())
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | int) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _agree_on_seed(stage_module: StageModule) -> None:
