@@ -54,14 +54,19 @@ class Changes:
 
     Attributes:
         attributes: the new values of changed attributes, by the name of the object.
+        removed: the names of objects with those of attributes that they no longer have, such as a
+            None that ``configure_model`` has replaced by a submodule.
         unpicklable: changed attributes of the user's objects that cannot be pickled.
     """
 
     attributes: dict[str, dict[str, Any]]
+    removed: list[tuple[str, str]]
     unpicklable: list[str]
 
     def apply(self, named: Mapping[str, Any]) -> None:
         """Make the same changes to the objects of the same names in ``named``."""
+        for name, attribute in self.removed:
+            vars(named[name]).pop(attribute, None)
         for name, attributes in self.attributes.items():
             for attribute, value in attributes.items():
                 _assign(named[name], attribute, value)
@@ -98,7 +103,9 @@ class Snapshot:
         named = self.named
         changed: dict[str, dict[str, Any]] = {}
         unpicklable: list[str] = []
-        for (name, attribute), digest in _digests(named).items():
+        digests = _digests(named)
+        removed = [key for key in self._before.keys() - digests.keys() if key[0] in named]
+        for (name, attribute), digest in digests.items():
             if digest == self._before.get((name, attribute), b""):
                 continue
             value = _returned_attributes(named[name])[attribute]
@@ -106,7 +113,7 @@ class Snapshot:
                 changed.setdefault(name, {})[attribute] = value
             elif not type(named[name]).__module__.startswith(_LIBRARIES):
                 unpicklable.append(f"{name}.{attribute} ({type(value).__name__})")
-        return Changes(changed, unpicklable)
+        return Changes(changed, removed, unpicklable)
 
 
 def _digests(named: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:

@@ -1,14 +1,15 @@
-"""Weights of ranks, written to files and read into the memory of the caller's module."""
+"""What a call on ranks has changed, and its weights, come back to the caller."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_axosparse.strategy.launcher.changes import read_tensors, write_tensors
+from lightning_axosparse.strategy.launcher.changes import Snapshot, read_tensors, write_tensors
 
 
 def net() -> nn.Sequential:
@@ -75,3 +76,15 @@ def test_a_name_that_the_caller_does_not_have_is_passed_over(tmp_path: Path) -> 
     write_tensors({"gone": torch.ones(3), "bias": torch.tensor([5.0, 6.0])}.items(), tmp_path / "0")
     read_tensors(tmp_path / "0", module)
     assert module.bias.tolist() == pytest.approx([5, 6])
+
+
+def test_an_attribute_that_became_a_submodule_is_removed() -> None:
+    """As in `configure_model`, where ``self.net = None`` of ``__init__`` becomes a module."""
+    caller, rank = (nn.Module() for _ in range(2))
+    caller.net = rank.net = None
+    before = Snapshot({"model": rank})
+    rank.net = nn.Linear(2, 2)
+    changes = pickle.loads(pickle.dumps(before.changes()))
+    changes.apply({"model": caller})
+    assert isinstance(caller.net, nn.Linear)
+    assert "net" not in vars(caller)
