@@ -34,6 +34,7 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingStageStep,
     loss_of,
 )
+from lightning_axosparse.support.torch_internals import never_compiled
 
 
 class RunAgain(BaseException):
@@ -89,6 +90,7 @@ class StepEnd:
         run.validate_placeholders()
         return joined.gradients(self._batch.sizes)
 
+    @never_compiled  # The last layer calls it, which may be compiled.
     def _check_drawn(self) -> None:
         if self._rng.has_drawn():
             raise RunAgain(Rerun.DRAWS)

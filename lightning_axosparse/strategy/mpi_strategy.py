@@ -43,6 +43,18 @@ from lightning_axosparse.support.patched import patched
 T = TypeVar("T")
 
 
+class _CheckedModule:
+    """The attribute with a strategy's module: setting it checks the module, reading calls nothing.
+
+    The Trainer sets it before it refuses a compiled module without saying what to do instead.
+    """
+
+    def __set__(self, strategy: ParallelStrategy, module: LightningModule | None) -> None:
+        if module is not None:
+            validate_not_compiled(module)
+        vars(strategy)["_lightning_module"] = module
+
+
 class MPIStrategy(ParallelStrategy):
     """A strategy whose ranks are ``g_data`` replicas of consecutive ranks.
 
@@ -50,6 +62,8 @@ class MPIStrategy(ParallelStrategy):
     are over replicas. A ``cluster_environment`` says how the cluster works, such as how Slurm
     requeues jobs; the ranks are always those of the MPI job.
     """
+
+    _lightning_module = _CheckedModule()  # type: ignore[assignment]
 
     def __init__(self, config: Config) -> None:
         environment.check_connected()
@@ -68,17 +82,6 @@ class MPIStrategy(ParallelStrategy):
         self._groups: ProcessGroups | None = None
         # Setup registers here how its changes are undone; teardown closes it.
         self._undo = ExitStack()
-
-    # The Trainer sets it before it refuses a compiled module without saying what to do instead.
-    @property
-    def _lightning_module(self) -> LightningModule | None:
-        return self._connected_module
-
-    @_lightning_module.setter
-    def _lightning_module(self, module: LightningModule | None) -> None:
-        if module is not None:
-            validate_not_compiled(module)
-        self._connected_module = module
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

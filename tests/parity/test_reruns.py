@@ -47,7 +47,7 @@ def train(strategy: Any, ranks: int = 1, prunes: bool = True) -> tuple[Record, l
     again, run_again = [], StepLearner.run_again
 
     def counted(*args: Any) -> None:
-        again.append(args[-2].name)
+        again.append(args[-1].name)
         run_again(*args)
 
     L.seed_everything(0, verbose=False)
