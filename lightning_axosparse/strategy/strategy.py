@@ -40,7 +40,7 @@ class AxoSparseStrategy(PipelineStrategy):
             pipeline), but so few that each has two samples if the module has BatchNorms. A batch
             that the number does not divide is split unevenly, and weighted by samples; a batch with
             fewer samples is split into one micro-batch per sample. Evaluation takes the closest
-            number that divides the batch.
+            number that divides the batch. One stage splits it only if ``loss`` is not "whole".
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as
@@ -51,10 +51,11 @@ class AxoSparseStrategy(PipelineStrategy):
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible; a sequence gives the number of layers of each stage. If a stage computes
             much longer than the others, the first batches log the time of each.
-        in_flight: most micro-batches that a stage may hold between forward and backward. None takes
-            as many as memory allows after the first step, and again after a ticket was drawn: from
-            ``g_inter``, as in 1F1B, to ``2 * g_inter``, which hides jitter and latency. Losses and
-            weights do not depend on it.
+        in_flight: most micro-batches that a stage may hold between forward and backward, if
+            ``loss`` is not "whole", for which it holds all. None takes as many as memory allows
+            after the first step, and again after a ticket was drawn: from ``g_inter``, as in 1F1B,
+            to ``2 * g_inter``, which hides jitter and latency. Losses and weights do not depend on
+            it.
         schedule: the order in which a stage runs passes: "message-driven" in the order in which
             messages arrive, "1f1b" in the static order of PipeDream-flush, for comparison.
         transport: "mpi" gives each stage a rank; "loopback" runs all stages of a replica in one

@@ -1,4 +1,4 @@
-"""Lets every micro-batch of a batch begin with the layer state from before the batch.
+"""Lets micro-batches, and a batch that runs again, begin with the state from before the batch.
 
 A layer that counts its calls, or iterates a spectral norm, does so once a batch: every micro-batch
 begins with a copy of the attribute's value before the batch, and as all of them change it to the
@@ -65,7 +65,7 @@ class _Buffer(NamedTuple):
 
 
 class LayerState:
-    """The attributes that layers of this rank's stages change to the same in every micro-batch."""
+    """The state of layers before a batch: attributes that count calls, and all buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -200,5 +200,5 @@ def _wrap_again(metric: Metric) -> None:
 
 
 def _not_a_number(tensor: Tensor) -> Tensor:
-    # Computed from the tensor, so that a loss with it is not taken for a mean over samples.
+    # NaN, so that a comparison sees a loss that is computed from it.
     return tensor.to(torch.get_default_dtype()) * torch.nan

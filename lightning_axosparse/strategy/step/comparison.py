@@ -52,7 +52,6 @@ class ComparisonResult(NamedTuple):
 
     Attributes:
         problem: why the runs could not be compared; empty if they could.
-        is_too_large: whether the reason is that the batch does not fit into memory.
         layers: the first stage whose output differs for the batch, its layer in words, and the
             relative difference; None if none differs.
         layouts: the layouts of samples in the outputs of the last stage.
@@ -64,7 +63,6 @@ class ComparisonResult(NamedTuple):
     """
 
     problem: str = ""
-    is_too_large: bool = False
     layers: tuple[int, str, float] | None = None
     layouts: Mapping[Hashable, SampleLayout] = {}
     draws: bool = False
@@ -133,7 +131,7 @@ class Comparison:
             fit, change = zip(*all_gather((taken <= free(), changes), group), strict=True)
             if not all(fit):
                 text = f"its {step.whole.size} samples at once would not fit into memory"
-                return ComparisonResult(text, is_too_large=True)
+                return ComparisonResult(text)
             of_again: _Changes = {}
             with patched(self, "_rewinds", False):
                 whole, of_whole = self._passed([step.whole])
@@ -404,7 +402,6 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
     layers = min((each.layers for each in results if each.layers is not None), default=None)
     return ComparisonResult(
         problem,
-        any(each.is_too_large for each in results),
         layers,
         {key: layout for each in results for key, layout in each.layouts.items()},
         any(each.draws for each in results),
