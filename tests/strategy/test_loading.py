@@ -40,11 +40,14 @@ class Equal(L.LightningModule):
 
 
 class Watched(Callback):
-    """Notes the files that are mapped into memory when training starts."""
+    """Notes where the checkpoint is mapped into memory when training starts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
 
     def on_train_start(self, *_: Any) -> None:
         lines = Path("/proc/self/maps").read_text().splitlines()
-        self.mapped = [line for line in lines if line.endswith(".ckpt")]
+        self.mapped = [line for line in lines if line.endswith(self.path)]
 
 
 class Doubles(Watched):
@@ -59,7 +62,7 @@ class Doubles(Watched):
             each["exp_avg"].mul_(2)
 
 
-def resume(stages: int, watched: Watched, path: Path) -> dict[str, Any]:
+def resume(stages: int, watched: Watched) -> dict[str, Any]:
     """Go on for one step; what the rank read, mapped and has then."""
     L.seed_everything(1, verbose=False)
     checked: list[Any] = []
@@ -71,7 +74,7 @@ def resume(stages: int, watched: Watched, path: Path) -> dict[str, Any]:
     run = trainer(AxoSparseStrategy(stages, 2), stages, max_steps=2, callbacks=[watched])
     module = Equal()
     with patch.object(atomic_io.archive, "verify", check):
-        run.fit(module, DataLoader(torch.ones(16, WIDTH), 8), ckpt_path=path)
+        run.fit(module, DataLoader(torch.ones(16, WIDTH), 8), ckpt_path=watched.path)
     weights = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
     return {
         "checked": len(checked),
@@ -112,8 +115,8 @@ def load_from_checkpoint(stages: int, path: Path) -> dict[str, Any]:
 
 def on_two(path: Path) -> dict[str, Any]:
     return {
-        "plain": resume(2, Watched(), path / "plain.ckpt"),
-        "hooked": resume(2, Doubles(), path / "plain.ckpt"),
+        "plain": resume(2, Watched(path / "plain.ckpt")),
+        "hooked": resume(2, Doubles(path / "plain.ckpt")),
         "loaded": load_from_checkpoint(2, path / "large.ckpt"),
     }
 
@@ -149,8 +152,8 @@ def test_a_file_is_checked_once_and_not_kept_open(ranks: list[dict[str, Any]]) -
 def test_stages_go_on_as_one_process_does(
     ranks: list[dict[str, Any]], folder: Path, way: str
 ) -> None:
-    watched = Doubles() if way == "hooked" else Watched()
-    alone = resume(1, watched, folder / "plain.ckpt")
+    watched = Doubles if way == "hooked" else Watched
+    alone = resume(1, watched(folder / "plain.ckpt"))
     assert not alone["mapped"]
     for rank in ranks:
         assert rank[way]["types"] == alone["types"] == ({Tensor} if way == "hooked" else None)
