@@ -436,7 +436,7 @@ def test_every_rank_gets_the_predictions_of_one_process(two_by_two: Any) -> None
 def test_a_rank_keeps_its_part_of_each_weight_and_hooks_get_all_of_it(two_by_two: Any) -> None:
     shapes = {name: tuple(p.shape) for name, p in Own().named_parameters()}
     for rank, found in enumerate(two_by_two[0]):
-        facts, stage = found["facts"], rank % 2
+        facts, stage = found["facts"], 1 - rank % 2  # The first rank has the last stage.
         assert facts["whole"] == shapes
         assert facts["kept"][f"blocks.{stage}.up.weight"] == (2 * WIDTH, WIDTH)
         assert facts["kept"][f"blocks.{stage}.down.weight"] == (WIDTH, 2 * WIDTH)
