@@ -416,8 +416,6 @@ class PipelinedLayers:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Prepare for the stage's own layers; return the arguments of the first one."""
         if current.run.first_inputs is not None:
-            for unused in (*args, *kwargs.values()):
-                await_collective(unused)
             args, kwargs = current.run.first_inputs(args, kwargs)
         if current.sends:
             current.side_outputs.watch(current.part)

@@ -20,6 +20,7 @@ from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import FirstInputs, PipelinedLayers, StepRun
 from lightning_axosparse.pipeline.stage_step import Batch
 from lightning_axosparse.support.object_trees import object_leaves, object_map
+from lightning_axosparse.support.torch_internals import await_collective
 
 
 class _FirstLayer(BaseException):
@@ -94,6 +95,7 @@ class StepFront:
                 return own
             self._axes[place] = axis
             rows = axis.part(rows, part.begin, part.size)
+        await_collective(own)  # Nothing reads it.
         if not (whole.requires_grad and torch.is_grad_enabled()):
             return rows
         leaf = rows.detach().requires_grad_()
