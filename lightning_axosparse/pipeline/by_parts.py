@@ -85,8 +85,8 @@ def _denominator(count_of: Callable[[Any], float], part: MicroBatch) -> float:
     return number
 
 
-def _no_own_numbers(problem: str) -> MisconfigurationException:
-    """Return the error of a step whose micro-batches cannot get their part of random numbers."""
+def not_by_parts(problem: str) -> MisconfigurationException:
+    """Return the error of a step that does something else on micro-batches than on the batch."""
     return MisconfigurationException(
         f"{problem}, so the loss does not follow from micro-batches, as AxoSparseStrategy(loss=...)"
         " says. Use loss='whole', which is right for every step." + see("losses")
@@ -135,23 +135,34 @@ class PartedStageStep(TrainingStageStep):
                 raise UnsentValueError
             run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
             run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
+            # Not in the run on the whole batch, as gradients have been added by then.
+            run.outside_draws = None if self.batch.numbers else self._rng.outside_draws()
             measured = self._limit.measured(self.stage, run.received.tensors)
             with self._effects.of_part(), measured:
                 output = self._run_step(run, part, copied_batch(part.batch))
-            self._losses.append(loss := loss_of(output))
+            self._losses.append(loss_of(output))
             self.returns_mapping = isinstance(output, Mapping)
-            if problem := self.batch.numbers[self.stage].problem:
-                raise _no_own_numbers(problem)
-            if not self._keeps and (
-                self._rng.has_drawn() or not self._effects.only_logs_loss(output, loss)
-            ):
-                self.rerun = Rerun.HAS_OTHER_EFFECTS
+            self.rerun = self.rerun or self._why_again(run, output)
         except UnsentValueError:
             self._losses.append(Tensor())
             self.rerun = Rerun.READS
         if run is not None and run.sent_here is not None:
             self.activations.append(detached_message(run.sent_here)[1].content)
         return EMPTY
+
+    def _why_again(self, run: StepRun, output: Any) -> Rerun | None:
+        """Return why the batch has to run again, after a run on a micro-batch."""
+        if run.outside_draws is not None and run.outside_draws.at_end():
+            return Rerun.DRAWS
+        numbers = self.batch.numbers.get(self.stage)
+        if numbers is not None and numbers.problem:
+            raise not_by_parts(numbers.problem)
+        if self._keeps:
+            return None
+        has_drawn = numbers is not None and self._rng.has_drawn()
+        if has_drawn or not self._effects.only_logs_loss(output, self._losses[-1]):
+            return Rerun.HAS_OTHER_EFFECTS
+        return None
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         return Gradients((), self.rerun is not None)

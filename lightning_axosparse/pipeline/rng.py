@@ -102,6 +102,10 @@ class PipelineRNG:
         """Whether code outside the layers has drawn since the run began."""
         return Generators(self._device) != self._begin
 
+    def outside_draws(self) -> OutsideDraws:
+        """Return what notices draws of code outside the layers, in a run that begins."""
+        return OutsideDraws(self._begin, self._device)
+
     def keep(self) -> Generators | None:
         """Keep the present states for after the batch.
 
@@ -140,6 +144,34 @@ class PipelineRNG:
             yield
         finally:
             before.restore(self._device)
+
+
+class OutsideDraws:
+    """Notices whether code outside the layers draws, in a run that computes layers.
+
+    Layers change the generators, too, so their states are compared around each of them.
+
+    Args:
+        begin: the states before the run.
+        device: device of this rank.
+    """
+
+    def __init__(self, begin: Generators, device: torch.device) -> None:
+        self._before, self._device = begin, device
+        self._have_changed = False
+
+    def end_layer(self) -> None:
+        """Remember the states that a layer has left."""
+        self._before = Generators(self._device)
+
+    def begin_layer(self) -> None:
+        """Compare the states before a layer with those after the layer before it."""
+        self._have_changed = self._have_changed or Generators(self._device) != self._before
+
+    def at_end(self) -> bool:
+        """Return, at the end of the run, whether code outside the layers has drawn."""
+        self.begin_layer()
+        return self._have_changed
 
 
 class SampledNumbers(PausableOperatorMode):

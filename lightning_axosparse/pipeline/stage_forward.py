@@ -40,6 +40,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
 )
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
+from lightning_axosparse.pipeline.rng import OutsideDraws
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched, replaced_forward
 from lightning_axosparse.support.torch_internals import (
@@ -191,6 +192,7 @@ class StepRun:
         first_inputs: replaces the arguments of the first layer, on the first stage; None to leave
             them as they are.
         behind_layers: called at the return of the last layer, in a run of the end of the step.
+        outside_draws: notices draws between and behind the stage's layers; None if nothing has to.
         placeholders: those of earlier stages that may get a gradient, and must not.
         next_layer: index of the layer that the step is to call next.
         segment: the current segment of layers, with activation checkpointing.
@@ -205,6 +207,7 @@ class StepRun:
     reads: StageReads | None = None
     first_inputs: FirstInputs | None = None
     behind_layers: Callable[[], None] | None = None
+    outside_draws: OutsideDraws | None = None
 
     placeholders: list[Placeholder] = field(init=False, default_factory=list)
     next_layer: int = field(init=False, default=0)
@@ -390,9 +393,13 @@ class PipelinedLayers:
             with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:
                     raise StageEdge(_activation(current))
+                if run.outside_draws is not None:
+                    run.outside_draws.begin_layer()
                 if index == part.start:
                     args, kwargs = self._begin(current, args, kwargs)
                 output = self._run(current, index, compute, args, kwargs)
+                if run.outside_draws is not None:
+                    run.outside_draws.end_layer()
                 if run.next_layer == len(self.layers):
                     if run.ends_behind_layers:
                         raise StageEdge(_activation(current))

@@ -45,7 +45,7 @@ from lightning_axosparse.support.troubleshooting import see
 class Rerun(Enum):
     """Why a batch has to run again."""
 
-    DRAWS = "micro-batches have drawn random numbers of their own outside the layers"
+    DRAWS = "the step draws random numbers outside the layers"
     READS = "the step reads a value that was not sent"
     HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
 

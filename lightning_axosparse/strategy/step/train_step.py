@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
-from lightning_axosparse.pipeline.by_parts import PartedStageStep, Reduction
+from lightning_axosparse.pipeline.by_parts import PartedStageStep, Reduction, not_by_parts
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
 from lightning_axosparse.pipeline.fingerprint import BatchFingerprint, checksum
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
@@ -249,7 +249,10 @@ class StepRunner:
             return StepResult(output, with_loss(run.effects.part_calls, loss))
         with torch.no_grad():
             end = StepEnd(last.batch, run.stage_module.layers, run.rng)
-            return self._step_result(end.run(last.activations))
+            try:
+                return self._step_result(end.run(last.activations))
+            except RunAgain as error:  # Gradients have been added, so it is too late for that.
+                raise not_by_parts(f"On the batch, unlike on its parts, {error}") from None
 
     def _step_result(self, output: Any) -> StepResult:
         """Return the results of the run that counts, on the last stage."""
@@ -322,7 +325,7 @@ class StepRunner:
         """Add the known behaviour of the loader's steps to a batch."""
         stage_module = self._open.stage_module
         numbers: dict[int, SampledNumbers] = {}
-        if known.draws or by_parts:  # By parts, no run on the whole batch shows that it draws.
+        if known.draws:
             drawn = SampledNumbers(step.whole.size)
             numbers = dict.fromkeys(range(stage_module.layers.end + 1), drawn)
         if not by_parts and stage_module.last_stage == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import lightning as L
@@ -239,20 +239,43 @@ def test_comparing_leaves_no_trace() -> None:
 
 
 class Between(Net):
-    """Draws between its layers, from the third batch on."""
+    """Draws behind some of its layers, from the third batch on, which is not compared."""
+
+    behind: Collection[int] = range(9)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0]
-        for layer in self.model:
+        for index, layer in enumerate(self.model):
             x = layer(x)
-            if batch_idx > 1:
+            if batch_idx > 1 and index in self.behind:
                 x = x * random.random() + np.random.rand() + torch.rand(())
         return self.given(self, x, batch[1])
 
 
+class InLastStage(Between):
+    behind = [2]
+
+
+class BehindLayers(Between):
+    behind = [3]
+
+
 @pytest.mark.parametrize("loss", ["whole", "mean"])
-def test_code_between_layers_draws_what_one_process_draws(loss: str) -> None:
-    assert_equals_one_process(mse, Between, loss=loss)
+@pytest.mark.parametrize("net", [Between, InLastStage, BehindLayers])
+def test_code_between_layers_draws_what_one_process_draws(net: type[Net], loss: str) -> None:
+    assert_equals_one_process(mse, net, loss=loss)
+
+
+def test_a_step_that_draws_for_the_batch_alone_is_not_by_parts() -> None:
+    class OnTheBatch(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.print("")
+            if batch_idx == 2 and len(batch[0]) == 8:
+                random.random()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(MisconfigurationException, match=r"unlike on its parts, .* draws .*'whole'"):
+        train(mse, pipeline(loss="mean"), make=OnTheBatch)
 
 
 def test_layers_that_compare_samples_are_refused_with_epoch_and_batch() -> None:
