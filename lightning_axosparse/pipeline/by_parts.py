@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -135,8 +136,9 @@ class PartedStageStep(TrainingStageStep):
                 raise UnsentValueError
             run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
             run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
-            # Not in the run on the whole batch, as gradients have been added by then.
-            run.outside_draws = None if self.batch.numbers else self._rng.outside_draws()
+            if not self.batch.numbers:
+                run.seed_layers = partial(self._rng.seed_torch, microbatch, self.stage)
+                run.unfollowed_draws = self._rng.unfollowed_draws()
             measured = self._limit.measured(self.stage, run.received.tensors)
             with self._effects.of_part(), measured:
                 output = self._run_step(run, part, copied_batch(part.batch))
@@ -152,7 +154,7 @@ class PartedStageStep(TrainingStageStep):
 
     def _why_again(self, run: StepRun, output: Any) -> Rerun | None:
         """Return why the batch has to run again, after a run on a micro-batch."""
-        if run.outside_draws is not None and run.outside_draws.at_end():
+        if run.unfollowed_draws is not None and run.unfollowed_draws.at_end():
             return Rerun.DRAWS
         numbers = self.batch.numbers.get(self.stage)
         if numbers is not None and numbers.problem:

@@ -50,16 +50,29 @@ class Generators:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
+    def torch_states(self) -> list[Tensor]:
+        """Return the states of torch's generators."""
+        return [self._torch] if self._cuda is None else [self._torch, self._cuda]
+
+    def match_python_and_numpy(self) -> bool:
+        """Whether Python's and NumPy's generators have these states now."""
+        return self._python == random.getstate() and _equal(self._numpy, np.random.get_state())
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Generators) or self._python != other._python:
-            return False
-        (_, one, *rest), (_, two, *others) = self._numpy, other._numpy
-        cuda = [each._cuda for each in (self, other) if each._cuda is not None]
-        is_same = rest == others and np.array_equal(one, two)
-        is_same = is_same and torch.equal(self._torch, other._torch)
-        return is_same and (not cuda or torch.equal(*cuda))
+        return (
+            isinstance(other, Generators)
+            and self._python == other._python
+            and _equal(self._numpy, other._numpy)
+            and all(map(torch.equal, self.torch_states(), other.torch_states()))
+        )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy's generator are equal."""
+    (_, one_key, *one_rest), (_, other_key, *other_rest) = one, other
+    return one_rest == other_rest and np.array_equal(one_key, other_key)
 
 
 class PipelineRNG:
@@ -102,9 +115,9 @@ class PipelineRNG:
         """Whether code outside the layers has drawn since the run began."""
         return Generators(self._device) != self._begin
 
-    def outside_draws(self) -> OutsideDraws:
-        """Return what notices draws of code outside the layers, in a run that begins."""
-        return OutsideDraws(self._begin, self._device)
+    def unfollowed_draws(self) -> UnfollowedDraws:
+        """Return what notices draws that have to be followed, in a run that begins."""
+        return UnfollowedDraws(self._begin, self._device)
 
     def keep(self) -> Generators | None:
         """Keep the present states for after the batch.
@@ -123,8 +136,13 @@ class PipelineRNG:
 
     def seed_layers(self, microbatch: int, stage: int) -> None:
         """Seed the generators for the layers of a stage."""
-        random.seed(f"{self._batch}/{microbatch}/{stage}")
-        seed = random.getrandbits(63)
+        seed = self.seed_torch(microbatch, stage)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+    def seed_torch(self, microbatch: int, stage: int) -> int:
+        """Seed the generators of torch for the layers of a stage; return the seed."""
+        seed = random.Random(f"{self._batch}/{microbatch}/{stage}").getrandbits(63)
         # `torch.manual_seed` takes milliseconds: it formats the stack for each kind of device that
         # is not in use.
         torch.default_generator.manual_seed(seed)
@@ -132,8 +150,7 @@ class PipelineRNG:
             index = self._device.index
             index = torch.cuda.current_device() if index is None else index
             torch.cuda.default_generators[index].manual_seed(seed)
-        np.random.seed(seed % 2**32)
-        random.seed(seed)
+        return seed
 
     @contextmanager
     def after_passes(self, stage: int) -> Iterator[None]:
@@ -146,10 +163,12 @@ class PipelineRNG:
             before.restore(self._device)
 
 
-class OutsideDraws:
-    """Notices whether code outside the layers draws, in a run that computes layers.
+class UnfollowedDraws:
+    """Notices draws that :class:`SampledNumbers` has to follow, in a run that computes layers.
 
-    Layers change the generators, too, so their states are compared around each of them.
+    These are draws of code outside the layers, and all from Python's and NumPy's generators, which
+    layers share with that code. To read torch's states around each layer takes 3 us; the others
+    would take 100, so they are read once a run.
 
     Args:
         begin: the states before the run.
@@ -157,21 +176,22 @@ class OutsideDraws:
     """
 
     def __init__(self, begin: Generators, device: torch.device) -> None:
-        self._before, self._device = begin, device
-        self._have_changed = False
+        self._begin, self._device = begin, device
+        self._before: Sequence[Tensor] = begin.torch_states()
+        self._has_drawn = False
 
     def end_layer(self) -> None:
         """Remember the states that a layer has left."""
-        self._before = Generators(self._device)
+        self._before = _states(())
 
     def begin_layer(self) -> None:
         """Compare the states before a layer with those after the layer before it."""
-        self._have_changed = self._have_changed or Generators(self._device) != self._before
+        self._has_drawn = self._has_drawn or not all(map(torch.equal, self._before, _states(())))
 
     def at_end(self) -> bool:
-        """Return, at the end of the run, whether code outside the layers has drawn."""
+        """Return whether there are any, at the end of the run."""
         self.begin_layer()
-        return self._have_changed
+        return self._has_drawn or not self._begin.match_python_and_numpy()
 
 
 class SampledNumbers(PausableOperatorMode):

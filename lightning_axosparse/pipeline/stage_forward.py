@@ -40,7 +40,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
 )
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.rng import OutsideDraws
+from lightning_axosparse.pipeline.rng import UnfollowedDraws
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched, replaced_forward
 from lightning_axosparse.support.torch_internals import (
@@ -192,7 +192,8 @@ class StepRun:
         first_inputs: replaces the arguments of the first layer, on the first stage; None to leave
             them as they are.
         behind_layers: called at the return of the last layer, in a run of the end of the step.
-        outside_draws: notices draws between and behind the stage's layers; None if nothing has to.
+        unfollowed_draws: notices draws that have to be followed; None if they are followed, or
+            another run notices them.
         placeholders: those of earlier stages that may get a gradient, and must not.
         next_layer: index of the layer that the step is to call next.
         segment: the current segment of layers, with activation checkpointing.
@@ -202,12 +203,12 @@ class StepRun:
     stage: int
     received: Message = NOTHING
     sent: SentValues | None
-    seed_layers: Callable[[], None] | None = None
+    seed_layers: Callable[[], object] | None = None
     ends_behind_layers: bool = True
     reads: StageReads | None = None
     first_inputs: FirstInputs | None = None
     behind_layers: Callable[[], None] | None = None
-    outside_draws: OutsideDraws | None = None
+    unfollowed_draws: UnfollowedDraws | None = None
 
     placeholders: list[Placeholder] = field(init=False, default_factory=list)
     next_layer: int = field(init=False, default=0)
@@ -393,13 +394,13 @@ class PipelinedLayers:
             with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:
                     raise StageEdge(_activation(current))
-                if run.outside_draws is not None:
-                    run.outside_draws.begin_layer()
+                if run.unfollowed_draws is not None:
+                    run.unfollowed_draws.begin_layer()
                 if index == part.start:
                     args, kwargs = self._begin(current, args, kwargs)
                 output = self._run(current, index, compute, args, kwargs)
-                if run.outside_draws is not None:
-                    run.outside_draws.end_layer()
+                if run.unfollowed_draws is not None:
+                    run.unfollowed_draws.end_layer()
                 if run.next_layer == len(self.layers):
                     if run.ends_behind_layers:
                         raise StageEdge(_activation(current))

@@ -253,11 +253,11 @@ class Between(Net):
 
 
 class InLastStage(Between):
-    behind = [2]
+    behind = (2,)
 
 
 class BehindLayers(Between):
-    behind = [3]
+    behind = (3,)
 
 
 @pytest.mark.parametrize("loss", ["whole", "mean"])
