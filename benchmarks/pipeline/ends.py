@@ -1,46 +1,76 @@
 """Compares training whose loss is differentiated once a batch with a declared ``loss="mean"``.
 
-    mpiexec -n 2 python -m benchmarks.pipeline.ends
-    mpiexec -n 2 python -m benchmarks.pipeline.ends --vocabulary 8192
+    python -m benchmarks.pipeline.ends [--ranks 4] [--vocabulary 8192]
+    python -m benchmarks.pipeline.ends --before FOLDER --strategy '{"schedule": "together"}'
 
 A GPT trains on sequences of random tokens, 8 micro-batches of one sample, with one stage a rank.
-Both ways train the same steps from the same weights in the same job, in turns. Printed are the
-medians of the slowest rank's seconds for a step, and the largest rank's memory of a step: what is
-allocated at most beside what was there before. Steps that are compared, or measured, do not count.
+Each way is a job of its own, and the jobs take turns step by step, so that a change of the
+machine's load affects all of them. A further one may train with another checkout of this
+repository, and arguments of its strategy. Printed are the medians of the slowest rank's seconds for
+a step, their ratio to the first job's, and the largest rank's memory of a step: what is allocated
+at most beside what was there before. Steps that are compared, or measured, do not count.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import Callback
-from mpi4py import MPI
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.interleave import sleeping_barrier
-from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.pipeline.profile import peak_bytes
-
+ROOT = Path(__file__).parents[2]
 WAYS: Mapping[str, Mapping[str, Any]] = {"mean": {"loss": "mean"}, "whole": {}}
-STEPS, SAMPLES, COMPARED = 15, 8, (0, 1, 3, 7)
-MEASURED = STEPS - 1
-"""The step whose memory is measured, which takes time."""
+SAMPLES, COMPARED = 8, (0, 1, 3, 7, 15, 31, 63)
+
+
+class Turns:
+    """Lets several jobs take turns, by a number in a file that they share.
+
+    Args:
+        file: of 8 bytes, at first zeros.
+        own: number of this job.
+        jobs: how many there are.
+    """
+
+    def __init__(self, file: Path, own: int, jobs: int) -> None:
+        with file.open("r+b") as opened:
+            self._memory = mmap.mmap(opened.fileno(), 8)
+        self._own, self._jobs = own, jobs
+
+    def wait(self) -> None:
+        """Wait, asleep, until it is this job's turn."""
+        while self._count() % self._jobs != self._own:
+            time.sleep(1e-3)
+
+    def give(self) -> None:
+        """Let the next job go on."""
+        self._memory[:] = (self._count() + 1).to_bytes(8, "little")
+
+    def _count(self) -> int:
+        return int.from_bytes(self._memory[:], "little")
 
 
 class Steps(Callback):
     """Keeps the seconds of each step, those of the slowest rank, and the bytes of the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Turns, measured: int) -> None:
         self.seconds: list[float] = []
         self.bytes = 0
+        self._turns, self._measured = turns, measured
         self._begin = 0.0
         self._peak = ExitStack()
 
@@ -48,8 +78,17 @@ class Steps(Callback):
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Begin to measure a step on all ranks at once."""
-        sleeping_barrier(MPI.COMM_WORLD)
-        if batch_idx == MEASURED:
+        from mpi4py import MPI
+
+        from benchmarks.interleave import sleeping_barrier
+
+        self._world = MPI.COMM_WORLD
+        if self._world.rank == 0:
+            self._turns.wait()
+        sleeping_barrier(self._world)
+        if batch_idx == self._measured:
+            from lightning_axosparse.pipeline.profile import peak_bytes
+
             self._taken = self._peak.enter_context(peak_bytes(module.device))
         self._begin = time.perf_counter()
 
@@ -57,18 +96,23 @@ class Steps(Callback):
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Measure the step, if it is none of those that are compared."""
-        seconds = MPI.COMM_WORLD.allreduce(time.perf_counter() - self._begin, op=MPI.MAX)
-        if batch_idx == MEASURED:
+        seconds = self._world.allreduce(time.perf_counter() - self._begin, max)
+        if batch_idx == self._measured:
             self._peak.close()
-            self.bytes = MPI.COMM_WORLD.allreduce(self._taken(), op=MPI.MAX)
+            self.bytes = self._world.allreduce(self._taken(), max)
         elif batch_idx not in COMPARED and batch_idx > 3:
             self.seconds.append(seconds)
+        if self._world.rank == 0:
+            self._turns.give()
 
 
-def train(options: Any, strategy: Mapping[str, Any]) -> Steps:
-    """Train some steps of the network, one way."""
+def train(options: argparse.Namespace) -> None:
+    """Train the network in one job, and print what its steps took."""
+    from lightning_axosparse import AxoSparseStrategy
+    from lightning_axosparse.examples.gpt import GPT
+
     L.seed_everything(0, verbose=False)
-    shape = STEPS * SAMPLES, options.context + 1
+    shape = options.steps * SAMPLES, options.context + 1
     tokens = torch.randint(options.vocabulary, shape)
     data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=SAMPLES)
     module = GPT(
@@ -78,11 +122,12 @@ def train(options: Any, strategy: Mapping[str, Any]) -> Steps:
         context=options.context,
         vocabulary=options.vocabulary,
     )
-    steps, ranks = Steps(), MPI.COMM_WORLD.size
+    measured = -1 if options.before else options.steps - 1
+    steps = Steps(Turns(options.turns, options.job, options.jobs), measured)
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=ranks,
-        strategy=AxoSparseStrategy(ranks, SAMPLES, **strategy),
+        devices=options.ranks,
+        strategy=AxoSparseStrategy(options.ranks, SAMPLES, **options.strategy),
         max_epochs=1,
         callbacks=[steps],
         logger=False,
@@ -91,33 +136,62 @@ def train(options: Any, strategy: Mapping[str, Any]) -> Steps:
         enable_model_summary=False,
     )
     trainer.fit(module, data)
-    return steps
+    if trainer.is_global_zero:
+        options.result.write_text(json.dumps([median(steps.seconds), steps.bytes]))
 
 
 def main() -> None:
-    """Print a row for each way."""
+    """Start a job for each way, and print a row for each."""
     arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--ranks", type=int, default=2)
     arguments.add_argument("--vocabulary", type=int, default=256)
     arguments.add_argument("--width", type=int, default=192)
     arguments.add_argument("--depth", type=int, default=8)
     arguments.add_argument("--context", type=int, default=128)
-    arguments.add_argument("--trials", type=int, default=5)
-    arguments.add_argument("--ways", nargs="*", default=list(WAYS))
+    arguments.add_argument("--steps", type=int, default=50)
+    arguments.add_argument("--before", type=Path, help="a checkout that one more job runs")
+    arguments.add_argument("--strategy", type=json.loads, default={}, help="its arguments")
+    for name in ("--job", "--jobs"):
+        arguments.add_argument(name, type=int, help=argparse.SUPPRESS)
+    for name in ("--turns", "--result"):
+        arguments.add_argument(name, type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    found: dict[str, list[Steps]] = {way: [] for way in options.ways}
-    for trial in range(options.trials):
-        for way in options.ways[trial % 2 :] + options.ways[: trial % 2]:
-            found[way].append(train(options, WAYS[way]))
-    if MPI.COMM_WORLD.rank:
+    if options.job is not None:
+        train(options)
         return
-    medians = {way: median(s for run in runs for s in run.seconds) for way, runs in found.items()}
-    first = medians[options.ways[0]]
-    for way, runs in found.items():
-        megabytes = max(run.bytes for run in runs) / 1e6
+    with tempfile.TemporaryDirectory() as folder:
+        start_all(options, Path(folder))
+
+
+def start_all(options: argparse.Namespace, folder: Path) -> None:
+    """Start all jobs, wait for them, and print their rows."""
+    ways: dict[str, tuple[Path, Mapping[str, Any]]] = {}
+    if options.before:
+        ways["before"] = options.before, options.strategy
+    ways |= {name: (ROOT, strategy) for name, strategy in WAYS.items()}
+    turns = folder / "turns"
+    turns.write_bytes(bytes(8))
+    running = []
+    for job, (name, (checkout, strategy)) in enumerate(ways.items()):
+        command = ["mpiexec", "-n", str(options.ranks), sys.executable, str(Path(__file__))]
+        for option in ("ranks", "vocabulary", "width", "depth", "context", "steps"):
+            command += [f"--{option}", str(getattr(options, option))]
+        command += ["--job", str(job), "--jobs", str(len(ways)), "--turns", str(turns)]
+        command += ["--strategy", json.dumps(strategy), "--result", str(folder / name)]
+        command += ["--before", "."] if name == "before" else []
+        environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}"}
+        log = (folder / f"{name}.log").open("w")
+        running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    for name, process in zip(ways, running, strict=True):
+        if process.wait():
+            sys.exit((folder / f"{name}.log").read_text())
+    results = {name: json.loads((folder / name).read_text()) for name in ways}
+    first = next(iter(results.values()))[0]
+    for name, (seconds, size) in results.items():
+        megabytes = f"{size / 1e6:.0f}" if size else ""
         print(
-            f"| {MPI.COMM_WORLD.size} | {options.vocabulary} | {way} | {medians[way] * 1e3:.0f} "
-            f"| {medians[way] / first:.3f} | {megabytes:.0f} |",
-            flush=True,
+            f"| {options.ranks} | {options.vocabulary} | {name} | {seconds * 1e3:.0f} "
+            f"| {seconds / first:.3f} | {megabytes} |"
         )
 
 
