@@ -12,11 +12,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.random import mtrand
 from torch import Tensor
 
 from lightning_axosparse.support.torch_internals import (
@@ -205,23 +204,24 @@ class SampledNumbers(PausableOperatorMode):
 
     Args:
         samples: number of samples in the batch.
+        device: device of this rank.
 
     Attributes:
         problem: why a micro-batch did not get its rows; None if it did.
     """
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, device: torch.device) -> None:
         super().__init__()
         self.problem: str | None = None
-        self._samples = samples
+        self._samples, self._device = samples, device
         self._whole: list[Tensor] = []
         self._used, self._first, self._end = 0, 0, samples
         self._own_states: dict[torch.Generator, Tensor] = {}
         """The states that the user's own generators had before the run."""
-        self._inside: _Present | None = None
-        """What the global generators are inside the layers."""
-        self._numpy = np.random.MT19937()
-        """NumPy's generator inside the layers."""
+        self._outside: Generators | None = None
+        """The states of the code outside the layers; None before the layers are seeded."""
+        self._inside: Generators | None = None
+        """The states of the layers."""
 
     @contextmanager
     def of(self, first: int, end: int, counts: bool = False) -> Iterator[None]:
@@ -232,7 +232,8 @@ class SampledNumbers(PausableOperatorMode):
             end: index after the last sample.
             counts: whether the user's own generators stay as the run leaves them.
         """
-        self._used, self._first, self._end, self._inside = 0, first, end, None
+        self._used, self._first, self._end = 0, first, end
+        self._outside = self._inside = None
         try:
             yield
         finally:
@@ -240,15 +241,21 @@ class SampledNumbers(PausableOperatorMode):
                 generator.set_state(state)
             self._own_states = {}
 
+    def begin_layers(self) -> None:
+        """Keep the states of the code outside the layers, which are seeded next."""
+        self._outside = Generators(self._device)
+
     def pause(self) -> None:
-        """Set the states of the layers."""
-        self._outside = _exchanged(self._inside)
-        if self._inside is None:  # The first layer seeds it.
-            mtrand.set_bit_generator(self._numpy)
+        """Set the states of the layers, once they have been seeded."""
+        if self._inside is not None:
+            self._outside = Generators(self._device)
+            self._inside.restore(self._device)
 
     def resume(self) -> None:
-        """Set the states that the code before the layers has left."""
-        self._inside = _exchanged(self._outside)
+        """Set the states that the code before the layer has left."""
+        if self._outside is not None:
+            self._inside = Generators(self._device)
+            self._outside.restore(self._device)
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator; if it draws, replace the numbers by those of the samples."""
@@ -354,40 +361,10 @@ class ComparedNumbers(SampledNumbers):
         self.draws_outside |= self._used > used and not self._is_paused
         return output
 
-    def pause(self) -> None:
+    def begin_layers(self) -> None:
         """Do nothing: layers draw from the same states."""
 
-    resume = pause
-
-
-class _Present(NamedTuple):
-    """The states of torch's and Python's global generators, and the generator of NumPy."""
-
-    torch: Tensor
-    cuda: Tensor | None
-    python: Any
-    numpy: np.random.BitGenerator
-
-
-def _exchanged(new: _Present | None) -> _Present:
-    """Set the global generators, if there is something to set; return what they were.
-
-    To set the state of NumPy's generator takes 100 times longer than to set another generator.
-    """
-    is_cuda = torch.cuda.is_initialized()
-    now = _Present(
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state() if is_cuda else None,
-        random.getstate(),
-        mtrand.get_bit_generator(),
-    )
-    if new is not None:
-        torch.set_rng_state(new.torch)
-        random.setstate(new.python)
-        mtrand.set_bit_generator(new.numpy)
-        if new.cuda is not None:
-            torch.cuda.set_rng_state(new.cuda)
-    return now
+    pause = resume = begin_layers
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -86,17 +86,15 @@ class InnerBackward:
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
 
-    def record_arguments(self, args: Any, kwargs: Any) -> None:
+    def record_arguments(self, arguments: Iterable[Tensor]) -> None:
         """Record the graph of the arguments of an earlier stage's layer.
 
         It is recorded now: later the node of a ``torch.autograd.Function`` may be freed with its
         tensor, and a reference to the tensor would make it a value to send.
         """
-        with plain_torch_functions():
-            leaves = object_leaves((args, kwargs), Tensor)
-            nodes = [_node(leaf) for leaf in leaves if leaf.requires_grad]
-            if nodes:
-                _follow(nodes, self._given)
+        nodes = [_node(argument) for argument in arguments if argument.requires_grad]
+        if nodes:
+            _follow(nodes, self._given)
 
     def run(
         self,
@@ -524,9 +522,11 @@ def _replacement(
     current: _CurrentRun, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Return the output, on this stage, of a layer of an earlier stage."""
-    for unused in (*args, *kwargs.values()):
-        await_collective(unused)
-    current.inner.record_arguments(args, kwargs)
+    with plain_torch_functions():
+        arguments = object_leaves((args, kwargs), Tensor)
+        for unused in arguments:
+            await_collective(unused)
+        current.inner.record_arguments(arguments)
     received: Activation = current.run.received.content
     if received.side_outputs:
         with current.values.replaying():

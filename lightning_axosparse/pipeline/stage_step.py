@@ -210,9 +210,16 @@ class StageStep:
             stage=self.stage,
             received=received,
             sent=self.batch.sent(self.stage),
-            seed_layers=partial(self._rng.seed_layers, microbatch, self.stage),
+            seed_layers=partial(self._seed_layers, microbatch),
             first_inputs=self._first_inputs(part) if self.stage == 0 else None,
         )
+
+    def _seed_layers(self, microbatch: int) -> None:
+        """Seed the stage's layers, which draw other numbers than the code around them."""
+        numbers = self.batch.numbers.get(self.stage)
+        if numbers is not None:
+            numbers.begin_layers()
+        self._rng.seed_layers(microbatch, self.stage)
 
     def _passed(self, run: StepRun, microbatch: int) -> Activation:
         """Run the step up to the end of this stage, and undo its effects."""

@@ -114,7 +114,7 @@ def by_parts(**more: Any) -> Any:
 def run(pipe: Pipeline, batch: TrainingBatch, parted: Any = None) -> TrainingStageStep:
     """Train on a batch; return the last stage's step."""
     if parted is not None:
-        numbers = SampledNumbers(batch.whole.size)
+        numbers = SampledNumbers(batch.whole.size, torch.device("cpu"))
         batch = replace(batch, numbers=dict.fromkeys(range(pipe._stages + 1), numbers))
     with pipe._rng.batch():
         last, is_void = pipe.train(batch, parted)
@@ -398,7 +398,7 @@ def test_randomness_is_that_of_one_process_outside_the_layers_and_differs_inside
             outside.setdefault(running_stage(dealt), []).append(torch.rand(len(batch), 3))
             return model(torch.ones(64, requires_grad=True).expand(len(batch), 64)).sum()
 
-        numbers = dict.fromkeys(range(5), SampledNumbers(4))
+        numbers = dict.fromkeys(range(5), SampledNumbers(4, torch.device("cpu")))
         torch.manual_seed(0)
         run(pipe, replace(training(step, torch.zeros(4, 1), 2), numbers=numbers))
         # The end of the step gives lists of layers what they would have on one process.

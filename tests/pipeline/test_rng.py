@@ -164,7 +164,7 @@ def sampled(
     step: Callable[[Tensor], Tensor], whole_first: bool
 ) -> tuple[list[Tensor], Tensor, SampledNumbers]:
     """What micro-batches draw, and what the whole batch does, before them or after them."""
-    x, numbers = torch.rand(SAMPLES, 4), SampledNumbers(SAMPLES)
+    x, numbers = torch.rand(SAMPLES, 4), SampledNumbers(SAMPLES, CPU)
     before = torch.get_rng_state()
 
     def run(first: int, part: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def test_numbers_that_belong_to_no_single_sample_are_a_problem(step: Any) -> Non
 
 
 def test_layers_draw_from_states_of_their_own() -> None:
-    numbers, layer = SampledNumbers(4), nn.Dropout()
+    numbers, layer = SampledNumbers(4, CPU), nn.Dropout()
     torch.manual_seed(0)
     expected = torch.rand(2, 4)
 
@@ -210,6 +210,7 @@ def test_layers_draw_from_states_of_their_own() -> None:
         with numbers.of(first, end), numbers:
             one = torch.rand(end - first)
             with paused([numbers]):
+                numbers.begin_layers()
                 torch.manual_seed(seed)
                 layer(torch.ones(end - first, 9))
             return torch.stack([one, torch.rand(end - first)])
@@ -219,11 +220,11 @@ def test_layers_draw_from_states_of_their_own() -> None:
     assert torch.equal(torch.cat([run(0, 2, 2), run(2, 4, 3)], 1), whole)
 
 
-@pytest.mark.parametrize("draws", [random.random, np.random.rand])
+@pytest.mark.parametrize("draws", [random.random, np.random.rand, np.random.randn])
 def test_layers_draw_from_pythons_and_numpys_generators_of_their_own(
     draws: Callable[[], float],
 ) -> None:
-    sampled, rng = SampledNumbers(2), pipeline_rng()
+    sampled, rng = SampledNumbers(2, CPU), pipeline_rng()
     outside, inside = [], []
     with rng.batch():
         for microbatch in range(2):
@@ -231,6 +232,7 @@ def test_layers_draw_from_pythons_and_numpys_generators_of_their_own(
             with sampled.of(microbatch, microbatch + 1), sampled:
                 outside.append(draws())
                 with paused([sampled]):
+                    sampled.begin_layers()
                     rng.seed_layers(microbatch, 0)
                     inside.append(draws())
                 outside.append(draws())

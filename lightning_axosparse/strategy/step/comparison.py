@@ -88,7 +88,7 @@ class _ComparedStep(KeepingStep):
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         run = super()._new_run(microbatch, received)
         # Python's and NumPy's generators give the batch and all micro-batches the same numbers.
-        run.seed_layers = partial(self._rng.seed_layers, 0, self.stage)
+        run.seed_layers = partial(self._seed_layers, 0)
         return run
 
 
@@ -110,7 +110,8 @@ class Comparison:
         """Peak of the bytes that the first pass through each stage allocates."""
         self._states: dict[int, ModuleState] = {}
         stages = (*self._stage_module.stages, self._stage_module.layers.end)
-        self._numbers = {stage: ComparedNumbers(step.whole.size) for stage in stages}
+        size, device = step.whole.size, self._stage_module.device
+        self._numbers = {stage: ComparedNumbers(size, device) for stage in stages}
         self._step = replace(step, numbers=self._numbers, of_pass=self._recorded)
 
     def compare(self, free: Callable[[], int], reduction: Reduction | None) -> ComparisonResult:

@@ -326,7 +326,7 @@ class StepRunner:
         stage_module = self._open.stage_module
         numbers: dict[int, SampledNumbers] = {}
         if known.draws:
-            drawn = SampledNumbers(step.whole.size)
+            drawn = SampledNumbers(step.whole.size, stage_module.device)
             numbers = dict.fromkeys(range(stage_module.layers.end + 1), drawn)
         if not by_parts and stage_module.last_stage == 0:
             step = replace(step, microbatches=[step.whole])

@@ -248,7 +248,7 @@ class Between(Net):
         for index, layer in enumerate(self.model):
             x = layer(x)
             if batch_idx > 1 and index in self.behind:
-                x = x * random.random() + np.random.rand() + torch.rand(())
+                x = x * random.random() + np.random.randn() + torch.rand(())
         return self.given(self, x, batch[1])
 
 
