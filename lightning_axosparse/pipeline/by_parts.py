@@ -138,7 +138,7 @@ class PartedStageStep(TrainingStageStep):
             run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
             if not self.batch.numbers:
                 run.seed_layers = partial(self._rng.seed_torch, microbatch, self.stage)
-                run.unfollowed_draws = self._rng.unfollowed_draws()
+                run.draws = self._rng.noticed_draws()
             measured = self._limit.measured(self.stage, run.received.tensors)
             with self._effects.of_part(), measured:
                 output = self._run_step(run, part, copied_batch(part.batch))
@@ -154,14 +154,14 @@ class PartedStageStep(TrainingStageStep):
 
     def _why_again(self, run: StepRun, output: Any) -> Rerun | None:
         """Return why the batch has to run again, after a run on a micro-batch."""
-        if run.unfollowed_draws is not None and run.unfollowed_draws.at_end():
+        if run.draws is not None and run.draws.has_drawn():
             return Rerun.DRAWS
         numbers = self.batch.numbers.get(self.stage)
         if numbers is not None and numbers.problem:
             raise not_by_parts(numbers.problem)
         if self._keeps:
             return None
-        has_drawn = numbers is not None and self._rng.has_drawn()
+        has_drawn = numbers is not None and (numbers.has_drawn_own or self._rng.has_drawn())
         if has_drawn or not self._effects.only_logs_loss(output, self._losses[-1]):
             return Rerun.HAS_OTHER_EFFECTS
         return None

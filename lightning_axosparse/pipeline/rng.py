@@ -49,10 +49,6 @@ class Generators:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
-    def torch_states(self) -> list[Tensor]:
-        """Return the states of torch's generators."""
-        return [self._torch] if self._cuda is None else [self._torch, self._cuda]
-
     def match_python_and_numpy(self) -> bool:
         """Whether Python's and NumPy's generators have these states now."""
         return self._python == random.getstate() and _equal(self._numpy, np.random.get_state())
@@ -62,7 +58,8 @@ class Generators:
             isinstance(other, Generators)
             and self._python == other._python
             and _equal(self._numpy, other._numpy)
-            and all(map(torch.equal, self.torch_states(), other.torch_states()))
+            and torch.equal(self._torch, other._torch)
+            and (self._cuda is None or other._cuda is None or torch.equal(self._cuda, other._cuda))
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -114,9 +111,9 @@ class PipelineRNG:
         """Whether code outside the layers has drawn since the run began."""
         return Generators(self._device) != self._begin
 
-    def unfollowed_draws(self) -> UnfollowedDraws:
-        """Return what notices draws that have to be followed, in a run that begins."""
-        return UnfollowedDraws(self._begin, self._device)
+    def noticed_draws(self) -> NoticedDraws:
+        """Return the mode that notices draws in a run that begins."""
+        return NoticedDraws(self._begin)
 
     def keep(self) -> Generators | None:
         """Keep the present states for after the batch.
@@ -162,34 +159,35 @@ class PipelineRNG:
             before.restore(self._device)
 
 
-class UnfollowedDraws:
-    """Notices draws that :class:`SampledNumbers` has to follow, in a run that computes layers.
+class NoticedDraws(PausableOperatorMode):
+    """Notices whether code outside the layers draws, from any generator of torch.
 
-    These are draws of code outside the layers, and all from Python's and NumPy's generators, which
-    layers share with that code. To read torch's states around each layer takes 3 us; the others
-    would take 100, so they are read once a run.
+    Layers may change the global generators, and code may put them back (``fork_rng``), so states
+    do not tell. Python's and NumPy's generators are compared once: if layers draw from them, too,
+    it counts as well.
 
     Args:
         begin: the states before the run.
-        device: device of this rank.
     """
 
-    def __init__(self, begin: Generators, device: torch.device) -> None:
-        self._begin, self._device = begin, device
-        self._before: Sequence[Tensor] = begin.torch_states()
-        self._has_drawn = False
+    def __init__(self, begin: Generators) -> None:
+        super().__init__()
+        self._begin, self._has_drawn = begin, False
 
-    def end_layer(self) -> None:
-        """Remember the states that a layer has left."""
-        self._before = _states(())
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operator, and see whether it draws."""
+        if not is_random(func):
+            return func(*args, **kwargs)
+        own = _own_generators(args, kwargs)
+        before = _states(own)
+        output = func(*args, **kwargs)
+        # A fused function without dropout draws nothing; another stage has values on meta.
+        has_values = not any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
+        self._has_drawn |= not (has_values and all(map(torch.equal, before, _states(own))))
+        return output
 
-    def begin_layer(self) -> None:
-        """Compare the states before a layer with those after the layer before it."""
-        self._has_drawn = self._has_drawn or not all(map(torch.equal, self._before, _states(())))
-
-    def at_end(self) -> bool:
-        """Return whether there are any, at the end of the run."""
-        self.begin_layer()
+    def has_drawn(self) -> bool:
+        """Return whether numbers have been drawn since the run began."""
         return self._has_drawn or not self._begin.match_python_and_numpy()
 
 
@@ -208,7 +206,10 @@ class SampledNumbers(PausableOperatorMode):
 
     Attributes:
         problem: why a micro-batch did not get its rows; None if it did.
+        has_drawn_own: whether a generator of the user's has drawn.
     """
+
+    has_drawn_own = False
 
     def __init__(self, samples: int, device: torch.device) -> None:
         super().__init__()
@@ -265,7 +266,8 @@ class SampledNumbers(PausableOperatorMode):
             # Another stage has the values; draw them here, so that later numbers are the same.
             self.observe(func, *tree_map_only(Tensor, _real, (args, dict(kwargs))))
             return func(*args, **kwargs)
-        own = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
+        own = _own_generators(args, kwargs)
+        self.has_drawn_own |= bool(own)
         for generator in own:
             self._own_states.setdefault(generator, generator.get_state())
         before = _states(own)
@@ -369,6 +371,11 @@ class ComparedNumbers(SampledNumbers):
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+
+
+def _own_generators(args: Any, kwargs: Any) -> list[torch.Generator]:
+    """Return the user's own generators among the arguments of an operator."""
+    return [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
 
 
 def _states(own: Sequence[torch.Generator]) -> list[Tensor]:

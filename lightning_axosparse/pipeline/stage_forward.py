@@ -40,7 +40,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
 )
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.rng import UnfollowedDraws
+from lightning_axosparse.pipeline.rng import NoticedDraws
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched, replaced_forward
 from lightning_axosparse.support.torch_internals import (
@@ -190,8 +190,8 @@ class StepRun:
         first_inputs: replaces the arguments of the first layer, on the first stage; None to leave
             them as they are.
         behind_layers: called at the return of the last layer, in a run of the end of the step.
-        unfollowed_draws: notices draws that have to be followed; None if they are followed, or
-            another run notices them.
+        draws: notices draws outside the layers, up to ``behind_layers`` if that is given; None if
+            they are followed, or another run notices them.
         placeholders: those of earlier stages that may get a gradient, and must not.
         next_layer: index of the layer that the step is to call next.
         segment: the current segment of layers, with activation checkpointing.
@@ -206,7 +206,7 @@ class StepRun:
     reads: StageReads | None = None
     first_inputs: FirstInputs | None = None
     behind_layers: Callable[[], None] | None = None
-    unfollowed_draws: UnfollowedDraws | None = None
+    draws: NoticedDraws | None = None
 
     placeholders: list[Placeholder] = field(init=False, default_factory=list)
     next_layer: int = field(init=False, default=0)
@@ -244,6 +244,7 @@ class _CurrentRun(NamedTuple):
         inner: runs the backward passes of the step itself.
         modes: modes that observe the step, but not the layers.
         sends: whether a later stage continues the step, and needs values of this one.
+        contexts: contexts that end with the run.
     """
 
     run: StepRun
@@ -253,6 +254,7 @@ class _CurrentRun(NamedTuple):
     inner: InnerBackward
     modes: Sequence[Mode]
     sends: bool
+    contexts: ExitStack
 
 
 class PipelinedLayers:
@@ -337,14 +339,15 @@ class PipelinedLayers:
             self._watched, received.side_outputs, values, progress, sent, run.reads
         )
         modes = [*modes, values] if values.follows else modes
+        modes = modes if run.draws is None else [run.draws, *modes]
         earlier = self.layers[: part.start]
         inner = InnerBackward(self._module.parameters, run.received_tensors, earlier)
-        sends = sent is not None
-        self._current = _CurrentRun(run, part, side_outputs, values, inner, modes, sends)
+        sends, contexts = sent is not None, ExitStack()
+        self._current = _CurrentRun(run, part, side_outputs, values, inner, modes, sends, contexts)
         try:
-            with ExitStack() as stack:
+            with contexts:
                 for mode in modes:
-                    stack.enter_context(mode)
+                    contexts.enter_context(mode)
                 yield
         finally:
             inner.end()
@@ -388,17 +391,14 @@ class PipelinedLayers:
                     current.values.begin_stage()
                     if run.behind_layers is not None:
                         run.behind_layers()
+                        current.contexts.enter_context(paused([run.draws] if run.draws else []))
                 return output
             with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:
                     raise StageEdge(_activation(current))
-                if run.unfollowed_draws is not None:
-                    run.unfollowed_draws.begin_layer()
                 if index == part.start:
                     args, kwargs = self._begin(current, args, kwargs)
                 output = self._run(current, index, compute, args, kwargs)
-                if run.unfollowed_draws is not None:
-                    run.unfollowed_draws.end_layer()
                 if run.next_layer == len(self.layers):
                     if run.ends_behind_layers:
                         raise StageEdge(_activation(current))

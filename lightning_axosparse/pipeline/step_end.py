@@ -10,6 +10,7 @@ the micro-batches begin with the gradients of the leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from lightning_axosparse.pipeline.crossing.message import (
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.rng import PipelineRNG
+from lightning_axosparse.pipeline.rng import NoticedDraws, PipelineRNG
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StepRun
 from lightning_axosparse.pipeline.stage_step import (
     Batch,
@@ -69,11 +70,13 @@ class StepEnd:
             raise RunAgain(Rerun.READS)
         batch = self._batch
         joined = self.join(activations)
+        draws = None if batch.numbers else self._rng.noticed_draws()
         run = StepRun(
             stage=self._layers.end,
             received=Message(joined.activation, joined.tensors),
             sent=None,
-            behind_layers=None if batch.numbers else self._check_drawn,
+            behind_layers=None if draws is None else partial(self._check_drawn, draws),
+            draws=draws,
         )
         part = batch.whole
         self._ended = joined, run
@@ -91,8 +94,8 @@ class StepEnd:
         return joined.gradients(self._batch.sizes)
 
     @never_compiled  # The last layer calls it, which may be compiled.
-    def _check_drawn(self) -> None:
-        if self._rng.has_drawn():
+    def _check_drawn(self, draws: NoticedDraws) -> None:
+        if draws.has_drawn():
             raise RunAgain(Rerun.DRAWS)
 
     def rehearse(

@@ -266,6 +266,50 @@ def test_code_between_layers_draws_what_one_process_draws(net: type[Net], loss: 
     assert_equals_one_process(mse, net, loss=loss)
 
 
+def fixed_noise(module: Net, x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
+
+
+def own_noise(module: Net, x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=module.generator, dtype=x.dtype)
+
+
+def forked_noise(module: Net, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.randn_like(x)
+
+
+class Noise(Between):
+    """Adds noise for each sample that leaves no trace in global generators."""
+
+    noise: Any = None
+    first = 0
+
+    def __init__(self, loss: Step) -> None:
+        super().__init__(loss)
+        self.generator = torch.Generator().manual_seed(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for index, layer in enumerate(self.model):
+            x = layer(x)
+            if batch_idx >= self.first and index in self.behind:
+                x = x + type(self).noise(self, x)
+        return self.given(self, x, batch[1])
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+@pytest.mark.parametrize("behind", [0, 2, 3])
+@pytest.mark.parametrize("noise", [fixed_noise, own_noise, forked_noise])
+def test_noise_of_other_generators_is_that_of_one_process(
+    noise: Callable[[Net, Tensor], Tensor], behind: int, loss: str
+) -> None:
+    for first in (0, 2):  # The first batch is compared, the third is not.
+        net = type("Net", (Noise,), {"noise": noise, "behind": (behind,), "first": first})
+        assert_equals_one_process(mse, net, loss=loss)
+
+
 def test_a_step_that_draws_for_the_batch_alone_is_not_by_parts() -> None:
     class OnTheBatch(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
