@@ -6,10 +6,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.choice import InFlightLimit
-from lightning_axosparse.pipeline.crossing.message import Link, StageReads, detached_message
+from lightning_axosparse.pipeline.crossing.message import (
+    Link,
+    Place,
+    StageReads,
+    detached_message,
+)
 from lightning_axosparse.pipeline.engine import SharedOrder, StageRun, run
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG
@@ -25,6 +30,7 @@ from lightning_axosparse.pipeline.stage_step import (
 )
 from lightning_axosparse.pipeline.step_end import EndedStageStep, StepEnd, WholeStageStep, WholeStep
 from lightning_axosparse.pipeline.step_front import StepFront
+from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.trace import clock
 
 S = TypeVar("S", bound=StageStep)
@@ -181,6 +187,9 @@ class Pipeline:
                 end.rehearse(batch.microbatches[0], message, reads=reads)
         except Exception:  # The step raises it again when it runs.
             return reads
+        # Always, as ``vmap`` and functions of autograd read tensors without a torch function.
+        last_layer, outputs = len(self._layers.layers) - 1, object_leaves(activation.output, Tensor)
+        reads.read |= {Place(last_layer, 0, leaf) for leaf in range(len(outputs))}
         reads.is_complete = True
         return reads
 

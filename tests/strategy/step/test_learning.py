@@ -76,11 +76,23 @@ def mse(module: Net, z: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(z, y)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
 PARTS: dict[str, tuple[Any, Step]] = {
     "mean": ("mean", mse),
     "sum": ("sum", lambda m, z, y: F.mse_loss(z, y, reduction="sum") * 0.05),
     "noise of samples": ("mean", lambda m, z, y: F.mse_loss(z + torch.randn_like(z), y)),
     "dropout": ("mean", lambda m, z, y: F.mse_loss(F.dropout(z, 0.5), y)),
+    "mapped": ("mean", lambda m, z, y: torch.func.vmap(F.mse_loss)(z, y).mean()),
+    "a function of autograd": ("mean", lambda m, z, y: F.mse_loss(Doubled.apply(z), y)),
     "over its samples": ("mean", lambda m, z, y: F.mse_loss(z, y, reduction="sum") / len(z)),
     "mean of a mask": (lambda batch: (batch[1] > 0).sum(), lambda m, z, y: (z - y)[y > 0].mean()),
     "a shared number": (
@@ -90,10 +102,11 @@ PARTS: dict[str, tuple[Any, Step]] = {
 }
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "by parts"])
 @pytest.mark.parametrize("name", PARTS)
-def test_declared_means_and_sums_go_by_parts(name: str) -> None:
+def test_means_and_sums_equal_one_process(name: str, whole: bool) -> None:
     loss, step = PARTS[name]
-    assert_equals_one_process(step, loss=loss)
+    assert_equals_one_process(step, loss="whole" if whole else loss)
 
 
 WHOLE: dict[str, Step] = {
