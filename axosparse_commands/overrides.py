@@ -47,8 +47,24 @@ def find_problem(config: str, arguments: Sequence[str]) -> str | None:
         return str(error)
     settings: Any = OmegaConf.to_container(composed, resolve=False)
     values = [each for each in overrides if not _selects_file(each) and not _adds(each)]
-    problems = (_unknown_name(settings, override) for override in values)
+    problems = (_unknown_name(settings, each) or _missing_checkpoint(each) for each in values)
     return next((text for text in problems if text is not None), None)
+
+
+def missing_file(path: Path) -> str | None:
+    """Return an error message if there is no such checkpoint, else None."""
+    if path.exists():
+        return None
+    return (
+        f"There is no file or folder '{path}' (seen from '{Path.cwd()}'). Give `checkpoint` "
+        "a Lightning checkpoint, or a .safetensors file of its weights."
+    )
+
+
+def _missing_checkpoint(override: Override) -> str | None:
+    if override.key_or_group != "checkpoint" or override.is_sweep_override():
+        return None
+    return missing_file(Path(str(override.value())))
 
 
 def _selects_file(override: Override) -> bool:

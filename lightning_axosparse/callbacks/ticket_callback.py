@@ -21,7 +21,7 @@ from lightning_axosparse.callbacks.mask_search import MaskSearch
 from lightning_axosparse.callbacks.times import Progress, When, unknown_length_error
 from lightning_axosparse.pruning.channel_ticket import ChannelTicket
 from lightning_axosparse.pruning.ticket import Ticket
-from lightning_axosparse.strategy.compat.internals import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of, trains_on_a_stream
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.troubleshooting import see
@@ -110,8 +110,9 @@ class TicketCallback(Callback, ABC):
                 f"{name} needs strategy='axosparse' (AxoSparseStrategy); "
                 f"{type(trainer.strategy).__name__} {self.refusal}." + see("tickets")
             )
-        is_endless = trainer.max_epochs == -1 and trainer.max_steps == -1
-        if is_endless and float in map(type, self._times) and self.ticket is None:
+        has_end = trainer.max_epochs != -1 and not trains_on_a_stream(trainer)
+        needs_end = float in map(type, self._times) and self.ticket is None
+        if needs_end and not has_end and trainer.max_steps == -1:
             raise unknown_length_error()
         self._validate_before_launch(trainer)
 

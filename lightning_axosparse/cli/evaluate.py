@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from axosparse_commands.overrides import config_folder
+from axosparse_commands.overrides import config_folder, missing_file
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
@@ -61,11 +61,9 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
     validate_trainer(config.trainer)
     source = Path(config.checkpoint)
-    if not source.exists():
-        raise FileNotFoundError(
-            f"There is no file or folder '{source}' (seen from '{Path.cwd()}'). Give `checkpoint` "
-            "a Lightning checkpoint, or a .safetensors file of its weights." + see("commands")
-        )
+    missing = missing_file(source)
+    if missing is not None:
+        raise FileNotFoundError(missing + see("commands"))
     L.seed_everything(config.seed)
     data = instantiate(config.data)
     model, unloaded = load_model(config.model, source)

@@ -67,7 +67,7 @@ class Grid:
         if self.g_expert < 1 or self.g_data % self.g_expert:
             raise MisconfigurationException(
                 f"expert_parallel={self.g_expert} ranks, over which the experts of a stage are "
-                f"spread, do not divide g_data={self.g_data} replicas. Choose expert_parallel from "
+                f"spread, do not divide the {self.g_data} replicas. Choose expert_parallel from "
                 f"{divisors(self.g_data)}, or change `devices`." + see("grid")
             )
 

@@ -35,6 +35,7 @@ print(json.dumps([name for name in sys.modules if "." not in name]))
         ("train model=vggg", "Available options in 'model':"),
         ("train 'data.path=a", "axosparse-train: "),
         ("evaluate data.batchsize=2", "axosparse-eval: there is no data.batchsize. Did you mean"),
+        ("evaluate checkpoint=no.ckpt", "axosparse-eval: There is no file or folder 'no.ckpt'"),
         (
             "plan --model llama-7b",
             "'llama-7b' is not a model that is known: gpt2, gpt2-xl",

@@ -87,6 +87,6 @@ def test_ranks_are_grouped_by_what_they_have_in_common():
 
 def test_ranks_with_experts_divide_the_replicas() -> None:
     with pytest.raises(
-        MisconfigurationException, match=r"expert_parallel=2 .* g_data=3 .*\[1, 3\]"
+        MisconfigurationException, match=r"expert_parallel=2 .* the 3 replicas.*\[1, 3\]"
     ):
         Grid(6, 2, g_expert=2)

@@ -51,7 +51,7 @@ class Adafactor(Own):
     [
         (Own, {"experts": "auto"}, "no Hugging Face module in it has a plan"),
         (Own, {"experts": "layers.*.experts"}, "it has no module 'layers"),
-        (Own, {"ranks": 3}, r"expert_parallel=2 .* do not divide g_data=3.*\[1, 3\]"),
+        (Own, {"ranks": 3}, r"expert_parallel=2 .* do not divide the 3 replicas.*\[1, 3\]"),
         (Own, {"over": 3, "ranks": 3}, "'blocks.0.experts' has 4 experts, which expert_parallel=3"),
         (Own, {"experts": "blocks.*.norm"}, "'blocks.0.norm'.* its `forward` takes input"),
         (Own, {"callbacks": [PipelineTimeline()]}, "PipelineTimeline does not work with expert_p"),

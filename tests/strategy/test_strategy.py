@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
 from tests.parity.cases import BATCHES, CLASSES, FEATURES, Net, difference, fit, loader, trainer
@@ -260,6 +261,18 @@ def test_a_ticket_that_cannot_be_is_refused_before_any_rank_starts() -> None:
     )
     with pytest.raises(MisconfigurationException, match=r"'no\.such' matches no parameter"):
         fit(run, Net())
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(loader(1).dataset)
+
+
+def test_a_share_of_a_stream_is_refused_before_any_rank_starts() -> None:
+    run = trainer(AxoSparseStrategy(g_inter=2), 2, callbacks=[GradualPruning()])
+    with pytest.raises(MisconfigurationException, match="no share of it") as error:
+        run.fit(Net(), DataLoader(Stream(), batch_size=8))
+    assert not hasattr(error.value, "__notes__")  # which tell the rank
 
 
 class Failing(Net):

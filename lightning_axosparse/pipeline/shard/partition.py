@@ -73,8 +73,9 @@ def called_in_order(
 
     Returns:
         All layers of the containers that are called at all, without those that have no tensors and
-        are not called exactly once; an empty list if a layer with tensors is not called exactly
-        once, or if it is not known whether a container is called.
+        are not called exactly once. A container with another layer that is not called exactly once
+        is left out, if a larger one is not. An empty list if none is left, or if it is not known
+        whether a container is called.
     """
     calls = list[str]()
     for with_values in (False, True):
@@ -88,9 +89,16 @@ def called_in_order(
     counted = {
         name for name in layers if times[name] == 1 or _has_tensors(module.get_submodule(name))
     }
-    expected = [name for name in layers if name in counted and layers[name] in containers]
-    called = [name for name in calls if name in counted]
-    return called if sorted(called) == sorted(expected) else []
+    others = {layers[name] for name in counted if times[name] != 1} & containers
+
+    def size(container: str) -> int:
+        names = [name for name, other in layers.items() if other == container]
+        return sum(count_parameters([module.get_submodule(name) for name in names]))
+
+    kept = containers - others
+    if max(map(size, others), default=-1) >= max(map(size, kept), default=0):
+        return []
+    return [name for name in calls if name in counted and layers[name] in kept]
 
 
 def _record_calls(
@@ -364,8 +372,9 @@ def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int)
         f"Several containers could be pipelined: {_listed(candidates)}. Name one: "
         f"AxoSparseStrategy(pipeline={min(candidates, key=most_on_a_stage)!r}, ...) leaves the "
         "least parameters to a stage. Or name several, in the order in which a step calls them: "
-        f"pipeline={list(candidates)}. The order is found where a step calls each layer once, with "
-        "a batch of the loader or, by `forward`, with the module's `example_input_array`."
+        f"pipeline={list(candidates)}. The order is found where a step calls each layer of the "
+        "largest once, with a batch of the loader or, by `forward`, with the module's "
+        "`example_input_array`."
     )
 
 

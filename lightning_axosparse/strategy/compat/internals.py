@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
@@ -21,9 +22,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
@@ -80,6 +83,22 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
 def trainer_of(module: LightningModule) -> Trainer | None:
     """Return the Trainer of a module; None in the process that only starts the ranks."""
     return module._trainer
+
+
+def trains_on_a_stream(trainer: Trainer) -> bool:
+    """Whether ``fit`` was given a loader without a length, and no limit to its batches."""
+    loader = trainer.fit_loop._data_source.instance
+    has_limit = isinstance(trainer.limit_train_batches, int)
+    return isinstance(loader, DataLoader) and sized_len(loader) is None and not has_limit
+
+
+def with_given_loader(trainer: Trainer, arguments: Sequence[Any]) -> AbstractContextManager[None]:
+    """Let the Trainer have, inside the context, what ``fit`` was given as training loader.
+
+    Otherwise it has it only on ranks. ``arguments`` are those of Lightning's launcher.
+    """
+    is_fit = trainer.state.fn == TrainerFn.FITTING and len(arguments) > 1
+    return patched(trainer.fit_loop._data_source, "instance", arguments[1] if is_fit else None)
 
 
 def is_compiled_whole(module: LightningModule) -> bool:

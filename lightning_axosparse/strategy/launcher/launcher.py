@@ -18,7 +18,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.environment import check_can_start
-from lightning_axosparse.strategy.compat.internals import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of, with_given_loader
 from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import fork_server, mpiexec
 from lightning_axosparse.strategy.launcher.call import Call, ProcessState, origin_of_main
@@ -84,9 +84,10 @@ class MPILauncher(_Launcher):
         """
         check_can_start(self._processes)
         if trainer is not None:
-            for part in (self._strategy, *callbacks_of(trainer)):
-                if isinstance(part, ValidatesFit):
-                    part.validate_fit(trainer)
+            with with_given_loader(trainer, args):
+                for part in (self._strategy, *callbacks_of(trainer)):
+                    if isinstance(part, ValidatesFit):
+                        part.validate_fit(trainer)
             restore_handlers_in_teardown(trainer)
         state = ProcessState.of_this_process()
         call = Call(function, args, kwargs, trainer, state, origin_of_main())

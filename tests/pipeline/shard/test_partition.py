@@ -136,7 +136,13 @@ def test_a_call_that_needs_values_between_containers_gets_them() -> None:
     assert torch.equal(seed, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("order", ["twice", "in_turns", "partly", "failing"])
+@pytest.mark.parametrize("order", ["twice", "in_turns"])
+def test_a_container_that_is_no_sequence_is_left_out_beside_a_larger_one(order: str) -> None:
+    found = find_layers(Ordered(order, torch.randn(8, 4)), None, 2)
+    assert list(found) == ["body.0", "body.1", "body.2"]
+
+
+@pytest.mark.parametrize("order", ["partly", "failing"])
 def test_an_order_that_is_not_plain_is_left_to_the_user(order: str) -> None:
     for example in (torch.randn(8, 4), None, "no tensor"):
         with pytest.raises(MisconfigurationException, match="example_input_array"):
