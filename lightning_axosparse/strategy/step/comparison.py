@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
+from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.joining import (
     SampleLayout,
     SampleLayouts,
@@ -56,6 +57,7 @@ class ComparisonResult(NamedTuple):
             relative difference; None if none differs.
         layouts: the layouts of samples in the outputs of the last stage.
         draws: whether the step draws random numbers outside the layers.
+        reads_more: whether nothing else failed than that stages read values that were not sent.
         loss: why the loss of the batch does not follow from micro-batches; empty if it does.
         counted: attributes of layers that all micro-batches change to the same, with their stages.
         rewritten: parameters to which every pass writes the same values, such as masked ones.
@@ -66,6 +68,7 @@ class ComparisonResult(NamedTuple):
     layers: tuple[int, str, float] | None = None
     layouts: Mapping[Hashable, SampleLayout] = {}
     draws: bool = False
+    reads_more: bool = False
     loss: str = ""
     counted: Sequence[tuple[AttributePath, int]] = ()
     rewritten: Sequence[tuple[AttributePath, int]] = ()
@@ -194,9 +197,9 @@ class Comparison:
         layouts: Mapping[Hashable, SampleLayout] = {}
         for stage in stage_module.stages:
             if any(each.has_failed for each in (*whole[stage], *parts[stage])):
-                return ComparisonResult(
-                    "a run raised " + ", ".join(self._step.failures or ["an error"])
-                )
+                failures = self._step.failures
+                text = "a run raised " + ", ".join(failures or ["an error"])
+                return ComparisonResult(text, reads_more=not failures)
             known, differences = learn(whole[stage][0], parts[stage], sizes, self._difference)
             worst = [(key, by) for key, by in differences if not by <= self._tolerance]
             if worst and layers is None:
@@ -239,7 +242,7 @@ class Comparison:
                 return result._replace(loss=self._loss_problem(step, activations, weights))
         except Exception as error:
             text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
-            return result._replace(loss=text)
+            return result._replace(loss=text, reads_more=isinstance(error, UnsentValueError))
 
     def _loss_problem(
         self, step: Batch, activations: Sequence[Activation], weights: LossWeights
@@ -401,11 +404,13 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
     """Combine the results of all ranks of a pipeline."""
     problem = next((each.problem for each in results if each.problem), "")
     layers = min((each.layers for each in results if each.layers is not None), default=None)
+    failed = [each for each in results if each.problem or each.loss]
     return ComparisonResult(
         problem,
         layers,
         {key: layout for each in results for key, layout in each.layouts.items()},
         any(each.draws for each in results),
+        bool(failed) and all(each.reads_more for each in failed),
         next((each.loss for each in results if each.loss), ""),
         [attribute for each in results for attribute in each.counted],
         [attribute for each in results for attribute in each.rewritten],

@@ -95,8 +95,7 @@ class StepLearner:
         if not step.microbatches:
             return
         if known.crossing is None and run.pipeline.is_divided:
-            with run.layers_rewound(run.stage_module.stages):
-                known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
+            self._probe(run, known, step)
         declared = self._reduction if trains else None
         # Without stages and by a whole loss, the batch passes as a whole.
         runs_parts = run.pipeline.is_divided or declared is not None
@@ -121,9 +120,10 @@ class StepLearner:
         self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None
     ) -> None:
         """Compare a batch with its micro-batches, and its loss, if that is declared."""
-        step = replace(step, crossing=known.crossing)
-        result = Comparison(run, step, self._tolerance).compare(self._free, declared)
-        run.effects.begin_batch()
+        result = self._compared(run, known, step, declared)
+        if result.reads_more and run.pipeline.is_divided:
+            self._probe(run, known, step)
+            result = self._compared(run, known, step, declared)
         if result.layers is not None:
             raise self._layers_differ(result, step)
         if result.loss:
@@ -137,6 +137,20 @@ class StepLearner:
         if result.problem:
             name, where = step.step.__name__, self._where(step)
             rank_zero_debug(f"{name} could not be compared in {where}: {result.problem}.")
+
+    def _compared(
+        self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None
+    ) -> ComparisonResult:
+        step = replace(step, crossing=known.crossing, failures=[])
+        result = Comparison(run, step, self._tolerance).compare(self._free, declared)
+        run.effects.begin_batch()
+        return result
+
+    @staticmethod
+    def _probe(run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
+        """Find out which values of other stages the step reads."""
+        with run.layers_rewound(run.stage_module.stages):
+            known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
 
     def _where(self, step: Batch) -> str:
         loop, epoch, index = position(self._trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -321,6 +322,29 @@ def test_noise_of_other_generators_is_that_of_one_process(
     for first in (0, 2):  # The first batch is compared, the third is not.
         net = type("Net", (Noise,), {"noise": noise, "behind": (behind,), "first": first})
         assert_equals_one_process(mse, net, loss=loss)
+
+
+class Residual(Net):
+    """Adds the output of an earlier layer, from a batch on that is compared, or is not."""
+
+    def __init__(self, loss: Step, first: int, source: int) -> None:
+        super().__init__(loss)
+        self.first, self.source = first, source
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = [batch[0]]
+        for layer in self.model:
+            outputs.append(layer(outputs[-1]))
+        residual = outputs[self.source].sin() if batch_idx >= self.first else 0
+        return self.given(self, outputs[-1] + residual, batch[1])
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+@pytest.mark.parametrize("source", [1, 3], ids=["of the first stage", "of the last stage"])
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_value_that_later_batches_read_is_sent_then(first: int, source: int, loss: str) -> None:
+    net: Any = partial(Residual, first=first, source=source)
+    assert_equals_one_process(mse, net, loss=loss)
 
 
 def test_a_step_that_draws_for_the_batch_alone_is_not_by_parts() -> None:
