@@ -31,6 +31,7 @@ def main() -> None:
         default=Path(tempfile.gettempdir()) / "axosparse-perplexity",
         help="where states of training are kept, so that a job can go on",
     )
+    arguments.add_argument("--seeds", type=int, nargs="+", help="run only the jobs of these seeds")
     arguments.add_argument("--table", action="store_true", help="print the tables")
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -39,7 +40,8 @@ def main() -> None:
     if options.table:
         print(tables(results))
     for phase in options.phases:
-        results.complete(jobs(phase), options.states, options.folder)
+        chosen = (job for job in jobs(phase) if job.seed in (options.seeds or [job.seed]))
+        results.complete(chosen, options.states, options.folder)
 
 
 if __name__ == "__main__":

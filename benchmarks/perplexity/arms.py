@@ -6,6 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 Method = Literal["once", "gradual", "through", "set", "rigl"]
+Shape = Literal["cosine", "linear"]
+
+BEFORE = ("rate", "weight_decay", "dropout", "final", "shape", "ham", "ham_decay")
+"""The fields that matter before the first change of an arm."""
 
 
 @dataclass(frozen=True)
@@ -18,11 +22,11 @@ class Arm:
     Attributes:
         rate: learning rate of AdamW after the warm-up.
         ratio: fraction of the entries to prune; 0: dense.
-        method: "once": prune at ``begin``. "gradual": raise the ratio by a cubic schedule from
+        method: "once": prune at ``begin``. "gradual": raise the ratio, fast at first, from
             ``begin`` to ``end``. "through": likewise, but entries under the mask go on training by
             straight-through gradients until ``end``. "set", "rigl": prune at ``begin``, then drop
             and regrow entries until ``end``.
-        begin: when pruning begins; of a dense arm, when ``factor`` does.
+        begin: when pruning begins; of a dense arm, when ``factor`` and ``averaged`` do.
         end: when the ticket is drawn; with "once" it is ``begin``.
         every: how often masks change.
         drop: fraction of the kept entries that are dropped and regrown at first; with "gradual",
@@ -42,6 +46,20 @@ class Arm:
         floor: the least density of a weight, of the mean density.
         weight_decay: of the matrices.
         dropout: of the network.
+        final: what is left of the rate at the end of the run, as a share of it.
+        shape: how the rate decays after the warm-up: "cosine" or "linear".
+        rise: rates are multiplied by the kept fraction to minus this power, as it shrinks.
+        ramp: power of the schedule of "gradual" and "through"; 3: cubic.
+        row_floor: entries that each row of a weight keeps at least, as far as they are trained.
+        own_rates: the rate of each pruned weight is multiplied by (the mean density / its own
+            density) to this power, which is clamped to 0.5 to 3.
+        ham: a of HAM (arXiv 2506.02630), which multiplies matrices by
+            ``exp(rate * (-a * sign(w) * g - b))`` after each step, with g as AdamW normalises it.
+        ham_decay: b of HAM.
+        averaged: the network that is evaluated is the moving average of the weights from the draw
+            on, with this decay a step; 0: their last values.
+        smoothed: weights are scored by their moving average with this decay a step, from ``begin``
+            on.
     """
 
     rate: float = 3e-3
@@ -62,6 +80,16 @@ class Arm:
     floor: float = 0.05
     weight_decay: float = 0.1
     dropout: float = 0.0
+    final: float = 0.1
+    shape: Shape = "cosine"
+    rise: float = 0.0
+    ramp: float = 3.0
+    row_floor: int = 0
+    own_rates: float = 0.0
+    ham: float = 0.0
+    ham_decay: float = 0.0
+    averaged: float = 0.0
+    smoothed: float = 0.0
 
     def __post_init__(self) -> None:
         if self.method == "once" and self.begin != self.end:
@@ -70,7 +98,12 @@ class Arm:
     @property
     def changes(self) -> bool:
         """Whether it is anything but dense training from beginning to end."""
-        return self.ratio > 0 or self.factor != 1
+        return self.ratio > 0 or self.factor != 1 or self.averaged > 0
+
+    @property
+    def beginning(self) -> Arm:
+        """The dense arm that trains as this one does before ``begin``."""
+        return Arm(**{name: getattr(self, name) for name in BEFORE})
 
     @property
     def label(self) -> str:

@@ -120,11 +120,9 @@ class Job:
         return [round(share * steps) for share in SHARED if share <= begin]
 
     def _shared(self, states: Path, step: int) -> Path:
-        """The file of the state of a dense run of this task, rate and seed."""
-        dense = Arm(
-            rate=self.arm.rate, weight_decay=self.arm.weight_decay, dropout=self.arm.dropout
-        )
-        return states / f"{digest(Job(self.task, dense, self.seed).settings)}-{step}.pt"
+        """The file of the state of a dense run that begins as this one."""
+        dense = Job(self.task, self.arm.beginning, self.seed)
+        return states / f"{digest(dense.settings)}-{step}.pt"
 
 
 def digest(settings: Mapping[str, Any]) -> str:

@@ -43,11 +43,10 @@ CURVED = replace(GRADUAL, score="curvature")
 FROM_HALF = replace(CURVED, ratio=0.5, begin=0.5)
 """Half of the entries, pruned in the second half of the run."""
 
-AT_THEIR_BEST = (
-    CURVED,
-    FROM_HALF,
-    replace(CURVED, ratio=0.9, rate=9e-3),
-)
+NINETY = replace(CURVED, ratio=0.9, rate=9e-3)
+"""90 %, at its best rate under a cosine."""
+
+AT_THEIR_BEST = (CURVED, FROM_HALF, NINETY)
 """What pruning costs: 80, 50 and 90 %, each at its best rate."""
 
 SIXTH = replace(GRADUAL, rate=9e-3, score="sixth root")
@@ -114,6 +113,57 @@ SMALLER = tuple(
     for pair in of(shaped(LIBRARY, width, depth), *at_rates(6e-3, 1.2e-2))
 )
 """Dense networks of about the state of the tickets: 80 % the second to fourth, 90 % the last."""
+
+
+def to_zero(*arms: Arm) -> tuple[Arm, ...]:
+    """Return arms whose rate decays linearly to zero."""
+    return tuple(replace(arm, final=0.0, shape="linear") for arm in arms)
+
+
+def by_decay(*rates: float) -> tuple[Arm, ...]:
+    """Return dense and pruned arms at some rates, with a cosine first, then with a line to zero."""
+    found: tuple[Arm, ...] = ()
+    for one in (BEST, CURVED, NINETY):
+        arms = tuple(replace(one, rate=rate) for rate in rates)
+        found += (*arms, *to_zero(*arms))
+    return found
+
+
+BY_DECAY = by_decay(6e-3, 9e-3, 1.2e-2)
+"""Dense, 80 and 90 %, at three rates each, whose decay is a cosine to a tenth or a line to zero."""
+
+RISING = to_zero(
+    *(
+        replace(one, rate=rate, rise=rise)
+        for one in (CURVED, NINETY)
+        for rate, rise in ((one.rate, 0.0), (6e-3, 0.25), (9e-3, 0.25), (3e-3, 0.5), (6e-3, 0.5))
+    )
+)
+"""Rates that rise as less is kept: with 0.5 to 2.2 times at 80 %, and to 3.2 times at 90 %."""
+
+OTHER_RAMPS = (
+    NINETY,
+    *(replace(NINETY, end=end) for end in (0.8, 0.75, 0.7)),
+    *(replace(NINETY, ramp=ramp) for ramp in (2.0, 5.0)),
+    replace(NINETY, row_floor=4),
+)
+"""Other ends, ramps and floors for 90 %."""
+
+OWN_RATES = tuple(replace(arm, own_rates=power) for arm in (NINETY, CURVED) for power in (0.0, 0.5))
+
+HAM = tuple(
+    replace(arm, ham=ham, ham_decay=decay)
+    for arm in (NINETY, CURVED, BEST)
+    for ham, decay in ((0.0, 0.0), (1.0, 0.0), (10.0, 0.0), (1.0, 0.01))
+)
+"""HAM's a and b. With a = 1 an entry moves by 1 + |w| times AdamW's step, so 0.1 changes little."""
+
+AVERAGES = (
+    *(replace(arm, averaged=decay) for arm in (NINETY, CURVED) for decay in (0.0, 0.99)),
+    *(replace(arm, smoothed=0.99) for arm in (NINETY, CURVED)),
+    replace(BEST, averaged=0.99, begin=0.9, end=0.9),
+)
+"""Averages of the weights: of the last tenth of the run, and for the score."""
 
 PHASES: dict[str, tuple[Comparison, ...]] = {
     "rates": (
@@ -349,6 +399,50 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             ),
             FRESH,
             "test",
+        ),
+    ),
+    "rates-to-zero": (
+        Comparison(
+            "Rates that decay to a tenth and to zero",
+            of(LIBRARY, *BY_DECAY),
+            CHOOSING,
+            "validation",
+        ),
+    ),
+    "rising-rates": (
+        Comparison(
+            "Rates that decay to zero, and rise as less is kept",
+            of(LIBRARY, *to_zero(BEST), *RISING),
+            CHOOSING,
+            "validation",
+        ),
+    ),
+    "ramps": (
+        Comparison(
+            "90 %, by end, ramp and floor of rows",
+            of(LIBRARY, BEST, *OTHER_RAMPS),
+            CHOOSING,
+            "validation",
+        ),
+    ),
+    "own-rates": (
+        Comparison(
+            "A rate for each weight",
+            of(LIBRARY, BEST, *OWN_RATES),
+            CHOOSING,
+            "validation",
+        ),
+    ),
+    "ham": (Comparison("HAM", of(LIBRARY, BEST, *HAM), CHOOSING, "validation"),),
+    "averages": (
+        Comparison("Averaged weights", of(LIBRARY, BEST, *AVERAGES), CHOOSING, "validation"),
+    ),
+    "to-zero-english": (
+        Comparison(
+            "English, rates that decay to a tenth and to zero",
+            of(ENGLISH, *by_decay(6e-3, 9e-3)),
+            CHOOSING,
+            "validation",
         ),
     ),
     "larger": (

@@ -23,7 +23,7 @@ from lightning_axosparse.pruning.rule import (
     MaskSchedule,
     Score,
     State,
-    cubic_ratio,
+    magnitude,
     saliency,
 )
 
@@ -64,11 +64,7 @@ class Pruner:
         self.teacher: nn.Module | None = None
         self._model, self._optimizer = model, optimizer
         self._weights: MaskedWeights | None = None
-        self._rule = MaskRule(
-            arm.ratio,
-            SCORES.get(arm.score, arm.score),
-            arm.floor,
-        )
+        self._rule = MaskRule(arm.ratio, score_of(arm), arm.floor)
         self._schedule = MaskSchedule(
             self.begin, max(1, round(arm.every * steps)), max(self.end, self.begin + 1)
         )
@@ -83,8 +79,7 @@ class Pruner:
             self._draw()
         elif self._schedule.changes_after(step):
             if self.arm.method in ("gradual", "through"):
-                progress = self._schedule.progress(step)
-                self._hold(self.chosen(cubic_ratio(self.arm.ratio, progress)), step)
+                self._hold(self.chosen(self.arm.ratio * self._ramp(step)), step)
             elif self.masks is None:
                 self._hold(self.chosen(self.arm.ratio), step)
 
@@ -136,13 +131,19 @@ class Pruner:
         """Return what the learning rate of a step is multiplied by."""
         if step < self.begin:
             return 1.0
-        arm, schedule = self.arm, self._schedule
-        pruned = 1.0
-        if arm.method in ("gradual", "through"):
-            pruned = cubic_ratio(1.0, schedule.progress(step))
+        arm = self.arm
+        pruned = self._ramp(step) if arm.method in ("gradual", "through") else 1.0
         rewarm = round(arm.rewarm * self.steps)
         warm = min(1.0, (step - self.end + 1) / rewarm) if rewarm and step >= self.end else 1.0
-        return (1 + (arm.factor - 1) * pruned) * warm
+        kept = 1 - arm.ratio * pruned
+        return float((1 + (arm.factor - 1) * pruned) * kept**-arm.rise * warm)
+
+    def _ramp(self, step: int) -> float:
+        """Return which part of the ratio is pruned after so many steps, step by step.
+
+        The package's schedule is that of power 3.
+        """
+        return float(1 - (1 - self._schedule.progress(step)) ** self.arm.ramp)
 
     def chosen(self, ratio: float) -> Masks:
         """Return the masks that keep the entries of highest score, or as many at random."""
@@ -205,6 +206,7 @@ def by_roots(weight: Tensor, state: State) -> Tensor:
 
 
 SCORES: dict[str, Score] = {
+    "magnitude": magnitude,
     "saliency": fisher,
     "slow": fisher,
     "curvature": saliency,
@@ -213,6 +215,38 @@ SCORES: dict[str, Score] = {
     **{f"v^{power}": by_power(power) for power in (0.08, 0.125, 0.17, 0.35)},
 }
 """By their names in the results, of which "saliency" is older than the package's formula."""
+
+
+def score_of(arm: Arm) -> Score:
+    """Return the score of an arm, by name, of averaged weights and with a floor a row."""
+    score = SCORES[arm.score]
+    if arm.smoothed:
+        score = by_average(score)
+    return with_row_floor(score, arm.row_floor) if arm.row_floor else score
+
+
+def by_average(score: Score) -> Score:
+    """Return the score of the moving averages of weights, once there are any."""
+
+    def averaged(weight: Tensor, state: State) -> Tensor:
+        return score(state.get("smoothed", weight), state)
+
+    return averaged
+
+
+def with_row_floor(score: Score, count: int) -> Score:
+    """Return a score by which the best entries of each row, so many, come before all others.
+
+    An entry without a score, such as of a byte that no text has, is left where it is.
+    """
+
+    def raised(weight: Tensor, state: State) -> Tensor:
+        scores = score(weight, state)
+        best = scores.topk(min(count, scores.shape[-1]), dim=-1)
+        first = torch.where(best.values > 0, torch.inf, best.values)
+        return scores.scatter(-1, best.indices, first)
+
+    return raised
 
 
 def at_random(name: str, mask: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from benchmarks.perplexity.job import Job, bytes_of_state
 from benchmarks.perplexity.plan import PHASES, jobs
 from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.training import Training
+from benchmarks.perplexity.updates import changes_updates
 from lightning_axosparse.examples.data import EpochShuffle, Windows
 
 BETAS, EPSILON = (0.9, 0.95), 1e-8
@@ -52,6 +53,7 @@ class Together:
     def __init__(self, jobs: Sequence[Job], folder: Path | None, device: torch.device) -> None:
         for arm in (job.arm for job in jobs):
             simple = arm.method in ("once", "gradual") and arm.score != "slow"
+            simple = simple and not changes_updates(arm)
             if not simple or arm.drop or arm.distill or arm.dropout or arm.decay is not None:
                 raise ValueError(f"{arm.label} changes more between steps: run it by itself.")
         self._task = jobs[0].task

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from benchmarks.perplexity.arms import Arm
 from benchmarks.perplexity.pruner import Pruner
 from benchmarks.perplexity.tasks import Task, Texts
+from benchmarks.perplexity.updates import Updates
 from lightning_axosparse.examples.data import EpochShuffle, Windows
 
 
@@ -47,6 +48,7 @@ class Training:
             fused=True,
         )
         self.pruner = Pruner(arm, self.model, self.optimizer, task.all_steps, seed)
+        self._updates = Updates(arm, self.model, self.optimizer, self.pruner)
         self.step = 0
         self._order: tuple[int, list[int]] = (-1, [])
 
@@ -60,9 +62,11 @@ class Training:
             self._loss(*self._batch(step)).backward()
         self.pruner.on_gradients(step)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
-        self.optimizer.step()
+        self._updates.step(step)
         self.optimizer.zero_grad()
         self.step += 1
+        if self.step == self.task.all_steps:
+            self._updates.finish()
 
     def _loss(self, tokens: Tensor, next_tokens: Tensor) -> Tensor:
         logits = self.model(tokens).flatten(0, 1)
@@ -97,10 +101,12 @@ class Training:
         return self.arm.rate * self._schedule(step) * self.pruner.factor(step)
 
     def _schedule(self, step: int) -> float:
-        """The part of the learning rate that the example GPT trains with."""
+        """The part of the learning rate, of which the example GPT's is a cosine to a tenth."""
         warmup = max(1, round(self.model.warmup * self.task.all_steps))
         done = min(1.0, max(0, step - warmup) / max(1, self.task.all_steps - warmup))
-        return min(1.0, (step + 1) / warmup) * (0.55 + 0.45 * math.cos(math.pi * done))
+        left = math.cos(math.pi * done) if self.arm.shape == "cosine" else 1 - 2 * done
+        final = self.arm.final
+        return min(1.0, (step + 1) / warmup) * ((1 + final) / 2 + (1 - final) / 2 * left)
 
     @torch.no_grad()
     def perplexity(self, windows: Windows) -> float:

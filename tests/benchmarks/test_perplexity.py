@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+from copy import deepcopy
+from dataclasses import asdict, replace
 
 import lightning as L
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.perplexity import __main__ as command
 from benchmarks.perplexity import plan
 from benchmarks.perplexity.arms import Arm, once
 from benchmarks.perplexity.job import Job
@@ -15,12 +20,16 @@ from benchmarks.perplexity.table import Comparison
 from benchmarks.perplexity.tasks import Task
 from benchmarks.perplexity.together import Together, run_all
 from benchmarks.perplexity.training import Training
+from benchmarks.perplexity.updates import own_factors
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
 from lightning_axosparse.examples.data import EpochShuffle
 from tests.quiet import QUIET
 
 TINY = Task("TINY", "folder", 16, 2, 2, 8, batch_size=2, epochs=2, steps=16, held_out=4)
 CHANGING = {"begin": 0.25, "end": 0.75, "every": 1 / 8}
+GRADUAL = Arm(rate=1e-2, ratio=0.8, method="gradual", score="curvature", **CHANGING)
+BEGIN, DRAW = 8, 24
+"""Steps of :data:`TINY` before the first masks and before the draw."""
 
 
 @pytest.fixture
@@ -32,11 +41,15 @@ def folder(tmp_path):
     return texts
 
 
-def trained(arm, folder, seed=0):
+def trained(arm, folder, seed=0, steps=TINY.all_steps):
     training = Training(TINY, arm, seed, TINY.texts(folder))
-    while training.step < TINY.all_steps:
+    while training.step < steps:
         training.advance()
     return training
+
+
+def weights_of(training):
+    return {name: p.detach().clone() for name, p in training.model.named_parameters()}
 
 
 @pytest.fixture
@@ -49,7 +62,12 @@ def float64():
 
 @pytest.mark.usefixtures("float64")
 def test_jobs_that_train_together_train_as_each_alone(folder, tmp_path):
-    arms = [Arm(), once(0.5), *(Arm(ratio=r, method="gradual", **CHANGING) for r in (0.8, 0.9))]
+    arms = [
+        Arm(),
+        once(0.5),
+        *(Arm(ratio=r, method="gradual", **CHANGING) for r in (0.8, 0.9)),
+        replace(GRADUAL, final=0.0, shape="linear", rise=0.5, ramp=2.0, row_floor=2),
+    ]
     jobs = [Job(TINY, arm, seed) for seed, arm in enumerate(arms)]
     together = Together(jobs, folder, torch.device("cpu"))
     together.train()
@@ -70,6 +88,10 @@ def test_jobs_that_train_together_train_as_each_alone(folder, tmp_path):
         assert (job.arm.ratio == 0) == (lines[job]["densities"] == {})
     with pytest.raises(ValueError, match="run it by itself"):
         Together([Job(TINY, Arm(dropout=0.1), 0)], folder, torch.device("cpu"))
+    for name in ("own_rates", "ham", "ham_decay", "averaged", "smoothed"):
+        changed = Job(TINY, replace(GRADUAL, **{name: 0.5}), 0)
+        with pytest.raises(ValueError, match=f"{name} 0.5 changes more"):
+            Together([changed], folder, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +150,17 @@ def test_a_job_trains_as_the_callback_does(folder, arm, method):
         Arm(ratio=0.8, method="gradual", drop=0.3, **CHANGING),
         Arm(ratio=0.8, method="rigl", drop=0.3, **CHANGING),
         Arm(ratio=0.8, method="set", drop=0.3, **CHANGING),
+        replace(
+            GRADUAL,
+            final=0.0,
+            shape="linear",
+            rise=0.5,
+            row_floor=2,
+            own_rates=0.5,
+            ham=1.0,
+            averaged=0.9,
+            smoothed=0.8,
+        ),
     ],
 )
 def test_a_run_that_was_stopped_goes_on(folder, arm, tmp_path):
@@ -219,3 +252,214 @@ def test_what_reports_is_not_what_chooses():
         for each in comparisons:
             assert set(each.seeds) <= set(plan.FRESH if each.key == "test" else plan.CHOOSING)
             assert {job.task for job in plan.jobs(phase)} >= {job.task for job in each.jobs}
+
+
+def test_rates_are_a_cosine_to_a_tenth_or_a_line_to_zero(folder):
+    steps = range(TINY.all_steps)
+    warm = round(TINY.model(1e-2).warmup * TINY.all_steps)
+    after = TINY.all_steps - warm
+    usual = Training(TINY, Arm(rate=1e-2), 0, TINY.texts(folder))
+    line = Training(TINY, Arm(rate=1e-2, final=0.0, shape="linear"), 0, TINY.texts(folder))
+    assert [usual.rate(step) for step in range(warm)] == [line.rate(step) for step in range(warm)]
+    for step in steps[warm:]:
+        done = (step - warm) / after
+        assert usual.rate(step) == 1e-2 * (0.55 + 0.45 * math.cos(math.pi * done))
+        assert line.rate(step) == pytest.approx(1e-2 * (1 - done))
+    assert line.rate(steps[-1]) == pytest.approx(1e-2 / after)
+    tenth = Training(TINY, Arm(rate=1e-2, shape="linear"), 0, TINY.texts(folder))
+    assert tenth.rate(TINY.all_steps) == pytest.approx(1e-3)
+    flat = Training(TINY, Arm(rate=1e-2, final=1.0), 0, TINY.texts(folder))
+    assert {flat.rate(step) for step in steps[warm:]} == {1e-2}
+
+
+@pytest.mark.parametrize("ramp", [2.0, 3.0, 5.0])
+def test_rates_rise_as_less_is_kept(folder, ramp):
+    arm = replace(GRADUAL, ramp=ramp)
+    usual = Training(TINY, arm, 0, TINY.texts(folder))
+    rising = Training(TINY, replace(arm, rise=0.25), 0, TINY.texts(folder))
+    for step in range(TINY.all_steps):
+        progress = min(max((step - BEGIN) / (DRAW - BEGIN), 0), 1)
+        kept = 1 - 0.8 * (1 - (1 - progress) ** ramp)
+        assert rising.rate(step) == pytest.approx(usual.rate(step) * kept**-0.25)
+    assert rising.rate(DRAW) == pytest.approx(usual.rate(DRAW) * 5**0.25)
+    dense = Training(TINY, Arm(rate=1e-2, rise=0.25), 0, TINY.texts(folder))
+    assert dense.rate(DRAW) == usual.rate(DRAW)
+
+
+@pytest.mark.parametrize("ramp", [2.0, 3.0, 5.0])
+def test_the_ramp_says_how_much_is_pruned_when(folder, ramp):
+    training = Training(TINY, replace(GRADUAL, ramp=ramp), 0, TINY.texts(folder))
+    found = {}
+    while training.step < TINY.all_steps:
+        training.advance()
+        if training.pruner.masks:
+            kept = torch.cat([mask.flatten() for mask in training.pruner.masks.values()])
+            found[training.step - 1] = float(kept.double().mean())
+    assert min(found) == BEGIN
+    for step, kept in found.items():
+        progress = (min(step, DRAW) - BEGIN) // 4 * 4 / (DRAW - BEGIN)  # every 4 steps
+        assert kept == pytest.approx(1 - 0.8 * (1 - (1 - progress) ** ramp), abs=1e-4)
+
+
+def test_a_floor_of_rows_keeps_as_many_entries_elsewhere(folder):
+    def kept_by_row(arm):
+        masks = trained(arm, folder).pruner.masks
+        return torch.cat([mask.sum(1) for mask in masks.values()])
+
+    free, floored = kept_by_row(GRADUAL), kept_by_row(replace(GRADUAL, row_floor=3))
+    assert int(free.min()) < 3 <= int(floored.min())
+    assert free.sum() == floored.sum()
+    assert floored.max() > 3
+
+
+def test_own_rates_are_those_of_a_group_for_each_weight(folder):
+    training = trained(replace(GRADUAL, own_rates=0.5), folder, steps=DRAW + 2)
+    factors = own_factors(training.pruner.masks, 0.5)
+    assert min(factors.values()) < 0.95
+    assert max(factors.values()) > 1.05
+    other = deepcopy(training)
+    step = other.step
+    other._loss(*other._batch(step)).backward()
+    other.pruner.on_gradients(step)
+    torch.nn.utils.clip_grad_norm_(other.model.parameters(), TINY.clip)
+    for name, weight in other.model.named_parameters():
+        decay = 0.1 if weight.dim() > 1 else 0.0
+        rate = training.rate(step) * factors.get(name, 1.0)
+        alone = torch.optim.AdamW([weight], lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+        alone.state[weight] = other.optimizer.state[weight]
+        alone.step()
+    training.advance()
+    for name, weight in other.model.named_parameters():
+        torch.testing.assert_close(training.model.get_parameter(name), weight.detach())
+    for name, mask in training.pruner.masks.items():
+        assert not training.model.get_parameter(name)[~mask].any()
+
+
+def test_own_rates_are_clamped():
+    def of(kept):
+        return torch.arange(100) < kept
+
+    masks = {"thin": of(1), "middle": of(20), "mean": of(26), "thick": of(100), "none": of(0)}
+    masks["other"] = of(9)
+    factors = own_factors(masks, 0.5)  # 156 of 600 entries: 0.26
+    wanted = {"thin": 3.0, "middle": 1.3**0.5, "mean": 1.0, "thick": 0.26**0.5, "none": 3.0}
+    assert factors == pytest.approx({**wanted, "other": (26 / 9) ** 0.5})
+    assert own_factors(masks, 1.0)["thick"] == 0.5
+    assert own_factors({}, 0.5) == {}
+
+
+def test_ham_multiplies_matrices_after_each_step(folder):
+    a, b = 2.0, 0.3
+    training = trained(replace(GRADUAL, ham=a, ham_decay=b), folder, steps=DRAW + 2)
+    other = deepcopy(training)
+    plain = Training(TINY, GRADUAL, 0, TINY.texts(folder))
+    plain.load_state_dict(other.state_dict())
+    plain.advance()
+    training.advance()
+    rate, steps = plain.rate(DRAW + 2), DRAW + 3
+    for name, weight in plain.model.named_parameters():
+        state = plain.optimizer.state[weight]
+        mean = state["exp_avg"] / (1 - 0.9**steps)
+        root = (state["exp_avg_sq"] / (1 - 0.95**steps)).sqrt() + 1e-8
+        wanted = weight.detach().clone()
+        if weight.dim() > 1:
+            wanted *= torch.exp(-rate * (a * wanted.sign() * mean / root + b))
+            assert not torch.equal(wanted, weight)
+        torch.testing.assert_close(training.model.get_parameter(name).detach(), wanted)
+    for name, mask in training.pruner.masks.items():
+        assert not training.model.get_parameter(name)[~mask].any()
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        pytest.param(replace(GRADUAL, averaged=0.9), id="pruned"),
+        pytest.param(Arm(rate=1e-2, averaged=0.9, begin=0.75, end=0.75), id="dense"),
+    ],
+)
+def test_the_averages_from_the_draw_on_are_the_network_in_the_end(folder, arm):
+    plain = Training(TINY, replace(arm, averaged=0.0), 0, TINY.texts(folder))
+    average = {}
+    while plain.step < TINY.all_steps:
+        plain.advance()
+        if plain.step > DRAW:
+            new = weights_of(plain)
+            average = {n: 0.9 * average.get(n, w) + 0.1 * w for n, w in new.items()}
+    found = trained(arm, folder)
+    for name, weight in found.model.named_parameters():
+        torch.testing.assert_close(weight.detach(), average[name], rtol=1e-5, atol=1e-6)
+        last = plain.model.get_parameter(name)
+        assert torch.equal(weight == 0, last == 0)
+        assert not torch.allclose(weight, last, rtol=1e-4, atol=1e-5)
+    assert found.perplexity(found.texts.test) != plain.perplexity(plain.texts.test)
+
+
+def test_averages_of_the_weights_are_scored(folder):
+    arm = replace(GRADUAL, floor=0.0)
+    training = trained(replace(arm, smoothed=0.8), folder, steps=BEGIN)
+    average = {}
+    while training.step <= DRAW:
+        before, held = weights_of(training), training.pruner.masks
+        moments = {
+            name: training.optimizer.state[weight]["exp_avg_sq"].clone()
+            for name, weight in training.model.named_parameters()
+        }
+        training.advance()
+        masks = training.pruner.masks
+        if masks is not held:
+            scores = {
+                name: average.get(name, before[name]).abs() * moments[name].sqrt().sqrt()
+                for name in masks
+            }
+            kept = torch.cat([scores[name][mask] for name, mask in masks.items()])
+            pruned = torch.cat([scores[name][~mask] for name, mask in masks.items()])
+            assert not len(pruned) or pruned.max() <= kept.min()
+            average = {n: a * masks[n] if n in masks else a for n, a in average.items()}
+        for name, weight in weights_of(training).items():
+            average[name] = 0.8 * average.get(name, weight) + 0.2 * weight
+    usual = trained(arm, folder).pruner.masks
+    assert any(not torch.equal(mask, usual[name]) for name, mask in training.pruner.masks.items())
+
+
+def test_runs_share_no_beginning_that_differs(folder, tmp_path):
+    line = replace(GRADUAL, final=0.0, shape="linear")
+    ham = replace(GRADUAL, ham=10.0)
+    wanted = {Job(TINY, arm, 0): trained(arm, folder) for arm in (line, ham)}
+    results = Results(tmp_path / "results.jsonl")
+    dense = Job(TINY, Arm(rate=GRADUAL.rate), 0)
+    results.complete([dense, *wanted], tmp_path / "states", folder)
+    for job, alone in wanted.items():
+        assert results.lines()[job]["test"] == round(alone.perplexity(alone.texts.test), 4)
+    for own in ({"own_rates": 0.5}, {"rise": 0.5}, {"ramp": 5.0}, {"smoothed": 0.9}):
+        assert replace(line, **own).beginning == Arm(rate=1e-2, final=0.0, shape="linear")
+
+
+def test_defaults_are_those_of_the_lines_that_lack_a_field(tmp_path):
+    old = asdict(plan.CURVED)
+    added = {
+        "final": 0.1,
+        "shape": "cosine",
+        "rise": 0.0,
+        "ramp": 3.0,
+        "row_floor": 0,
+        "own_rates": 0.0,
+        "ham": 0.0,
+        "ham_decay": 0.0,
+        "averaged": 0.0,
+        "smoothed": 0.0,
+    }
+    line = {"task": asdict(TINY), "arm": {k: old[k] for k in old.keys() - added}, "seed": 3}
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    assert list(Results(path).lines()) == [Job(TINY, replace(plan.CURVED, **added), 3)]
+
+
+def test_only_the_jobs_of_some_seeds_are_run(monkeypatch, tmp_path):
+    run = []
+    monkeypatch.setattr(Results, "complete", lambda self, jobs, *_: run.extend(jobs))
+    words = ["perplexity", "rates-to-zero", "ramps", "--seeds", "1", "2"]
+    monkeypatch.setattr(sys, "argv", [*words, "--results", str(tmp_path / "results.jsonl")])
+    command.main()
+    every = [*plan.jobs("rates-to-zero"), *plan.jobs("ramps")]
+    assert run == [job for job in every if job.seed != 0]
+    assert {job.seed for job in run} == {1, 2}
