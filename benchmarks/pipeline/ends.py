@@ -78,6 +78,7 @@ class Steps(Callback):
         self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any
     ) -> None:
         """Begin to measure a step on all ranks at once."""
+        # Imported by ranks alone: a process that has begun MPI cannot start their jobs.
         from mpi4py import MPI
 
         from benchmarks.interleave import sleeping_barrier

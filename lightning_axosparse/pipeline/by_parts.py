@@ -136,7 +136,7 @@ class PartedStageStep(TrainingStageStep):
                 raise UnsentValueError
             run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
             run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
-            if not self.batch.numbers:
+            if not self.batch.numbers:  # Python's and NumPy's generators stay, so draws show.
                 run.seed_layers = partial(self._rng.seed_torch, microbatch, self.stage)
                 run.draws = self._rng.noticed_draws()
             measured = self._limit.measured(self.stage, run.received.tensors)

@@ -189,9 +189,10 @@ class StepRun:
         reads: records the values of other stages that the stage reads; None if they are known.
         first_inputs: replaces the arguments of the first layer, on the first stage; None to leave
             them as they are.
-        behind_layers: called at the return of the last layer, in a run of the end of the step.
-        draws: notices draws outside the layers, up to ``behind_layers`` if that is given; None if
-            they are followed, or another run notices them.
+        behind_layers: called at the return of the last layer, in a run of the end of the step;
+            returns a context for the rest of the run.
+        draws: notices draws outside the layers; None if they are followed, or if another run
+            notices them.
         placeholders: those of earlier stages that may get a gradient, and must not.
         next_layer: index of the layer that the step is to call next.
         segment: the current segment of layers, with activation checkpointing.
@@ -205,7 +206,7 @@ class StepRun:
     ends_behind_layers: bool = True
     reads: StageReads | None = None
     first_inputs: FirstInputs | None = None
-    behind_layers: Callable[[], None] | None = None
+    behind_layers: Callable[[], AbstractContextManager[None]] | None = None
     draws: NoticedDraws | None = None
 
     placeholders: list[Placeholder] = field(init=False, default_factory=list)
@@ -390,8 +391,7 @@ class PipelinedLayers:
                 if run.next_layer == len(self.layers):
                     current.values.begin_stage()
                     if run.behind_layers is not None:
-                        run.behind_layers()
-                        current.contexts.enter_context(paused([run.draws] if run.draws else []))
+                        current.contexts.enter_context(run.behind_layers())
                 return output
             with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:

@@ -10,6 +10,7 @@ the micro-batches begin with the gradients of the leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -35,7 +36,7 @@ from lightning_axosparse.pipeline.stage_step import (
     TrainingStageStep,
     loss_of,
 )
-from lightning_axosparse.support.torch_internals import never_compiled
+from lightning_axosparse.support.torch_internals import never_compiled, paused
 
 
 class RunAgain(BaseException):
@@ -94,9 +95,11 @@ class StepEnd:
         return joined.gradients(self._batch.sizes)
 
     @never_compiled  # The last layer calls it, which may be compiled.
-    def _check_drawn(self, draws: NoticedDraws) -> None:
+    def _check_drawn(self, draws: NoticedDraws) -> AbstractContextManager[None]:
+        """Check that no numbers were drawn up to here; those drawn from here on need no check."""
         if draws.has_drawn():
             raise RunAgain(Rerun.DRAWS)
+        return paused([draws])
 
     def rehearse(
         self,
