@@ -150,7 +150,7 @@ class Normed(L.LightningModule):
         return loss
 
     def validation_step(self, x: Tensor, batch_idx: int) -> None:
-        self.layers(x)
+        self.log("loss", self.layers(x).square().mean())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

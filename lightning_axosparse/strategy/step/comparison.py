@@ -282,12 +282,14 @@ class Comparison:
     @contextmanager
     def _modes(self) -> Iterator[None]:
         """Set BatchNorms, dropout and RReLU to evaluation mode inside the context."""
+        modules = list(self._module.modules())
         still = [
             part
-            for part in self._module.modules()
+            for part in modules
             if isinstance(part, (Norm, _DropoutNd, nn.RReLU)) and part.training
         ]
-        lacking = [part for part in still if isinstance(part, Norm) and part.running_mean is None]
+        # These use statistics of the batch in evaluation mode, too.
+        lacking = [part for part in modules if isinstance(part, Norm) and part.running_mean is None]
         for part in still:
             part.training = False
         for norm in lacking:
