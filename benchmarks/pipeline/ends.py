@@ -85,6 +85,9 @@ class Steps(Callback):
 
         self._world = MPI.COMM_WORLD
         if self._world.rank == 0:
+            # Here, as what Lightning does between batches would slow the next job.
+            if batch_idx:
+                self._turns.give()
             self._turns.wait()
         sleeping_barrier(self._world)
         if batch_idx == self._measured:
@@ -103,6 +106,9 @@ class Steps(Callback):
             self.bytes = self._world.allreduce(self._taken(), max)
         elif batch_idx not in COMPARED and batch_idx > 3:
             self.seconds.append(seconds)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Let the next job end, too."""
         if self._world.rank == 0:
             self._turns.give()
 

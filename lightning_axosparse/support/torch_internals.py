@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
@@ -344,6 +344,7 @@ def new_subclasses_observed(observe: Callable[[Tensor], None]) -> Iterator[None]
         yield
 
 
+@cache
 def is_random(operator: Any) -> bool:
     """Return whether ``operator`` draws random numbers."""
     return torch.Tag.nondeterministic_seeded in operator.tags

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
+from lightning_axosparse.pipeline.rng import Generators, PipelineRNG, SampledNumbers
 from lightning_axosparse.support.torch_internals import paused
 
 CPU = torch.device("cpu")
@@ -43,6 +43,33 @@ def test_runs_of_a_batch_draw_alike_outside_the_layers_and_differ_inside() -> No
     assert outside == {expected}, "as one process for the batch"
     assert len(inside) == 6, "one for each micro-batch and stage"
     assert expected not in inside
+
+
+@pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("before", [0, 1], ids=["", "a normal number is left"])
+@pytest.mark.parametrize(
+    "draw_one",
+    [np.random.rand, np.random.randn, lambda: np.random.randint(7), lambda: np.random.bytes(1)],
+)
+def test_each_draw_from_numpys_generator_shows_and_is_undone(
+    generator: Any, before: int, draw_one: Callable[[], Any]
+) -> None:
+    own = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(generator(3))  # type: ignore[attr-defined]
+    try:
+        np.random.randn(before)
+        state = Generators(CPU)
+        assert state.match_python_and_numpy()
+        expected = [draw_one(), np.random.randn(), np.random.randn()]
+        state.restore(CPU)
+        assert state.match_python_and_numpy()
+        assert draw_one() == expected[0]
+        assert not state.match_python_and_numpy()
+        assert [np.random.randn(), np.random.randn()] == expected[1:]
+        assert state == state
+        assert state != Generators(CPU)
+    finally:
+        np.random.set_bit_generator(own)  # type: ignore[attr-defined]
 
 
 def test_batches_differ_inside_the_layers_and_runs_repeat() -> None:

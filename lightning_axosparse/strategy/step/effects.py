@@ -76,7 +76,8 @@ class StepEffects:
     def begin_batch(self) -> None:
         """Capture the state with which every run of the step begins."""
         self._state.capture()
-        self.log.calls, self.part_calls = [], []
+        self.log.begin_batch()
+        self.part_calls = []
 
     @property
     def reached(self) -> Collection[int]:

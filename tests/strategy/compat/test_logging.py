@@ -7,6 +7,7 @@ import warnings
 from contextlib import redirect_stdout, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -215,6 +216,30 @@ def test_values_are_detached_copies(module: Listener, log: StepLog) -> None:
     assert call.value == 1
     assert not call.value.requires_grad
     assert call.options["enable_graph"] is True
+
+
+def test_lightning_checks_a_call_once_a_batch(module: Listener, log: StepLog) -> None:
+    def calls_of(value: Any, **options: Any) -> LogCall:
+        with log.recorded():
+            module.log("name", value, **options)
+        (call,) = log.calls
+        return call
+
+    to_tensor: Any = vars(LightningModule)["_LightningModule__to_tensor"]
+    checked: list[str] = []
+    with patch.object(LightningModule, "_LightningModule__to_tensor") as check:
+        check.side_effect = lambda *given: checked.append(given[1]) or to_tensor(module, *given)
+        values = [torch.ones(1, requires_grad=True) * number for number in (1, 2, 3)]
+        first, second = calls_of(values[0], on_epoch=True), calls_of(values[1], on_epoch=True)
+        assert len(checked) == 1
+        assert second == first._replace(value=torch.tensor(2.0))
+        assert second.value.shape == first.value.shape == ()
+        assert not second.value.requires_grad
+        assert calls_of(values[2]).options != first.options
+        calls_of(2.0, on_epoch=True)
+        log.begin_batch()
+        calls_of(values[0], on_epoch=True)
+    assert len(checked) == 4
 
 
 def test_a_default_is_no_request_for_a_logger(module: Listener, log: StepLog) -> None:
