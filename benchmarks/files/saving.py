@@ -46,7 +46,7 @@ class Saving(L.Callback):
         self.began = time.perf_counter()
 
 
-def measure(stages: int, width: int, trials: int, folder: Path) -> Saving:
+def measure(stages: int, width: int, trials: int, folder: Path, as_folder: bool) -> Saving:
     """Train a GPT in stages, and return the times of its first rank."""
     saving = Saving(folder / "a.ckpt")
     L.Trainer(
@@ -58,7 +58,7 @@ def measure(stages: int, width: int, trials: int, folder: Path) -> Saving:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        strategy=AxoSparseStrategy(g_inter=stages),
+        strategy=AxoSparseStrategy(g_inter=stages, save_distributed_checkpoint=as_folder),
         callbacks=[saving],
     ).fit(
         GPT(width=width, depth=4, heads=8, context=64),
@@ -72,13 +72,16 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument("--folder", action="store_true", help="all stages write to a folder")
     arguments = parser.parse_args()
     print("| stages | MB | saved | waits for the save, s | next step, s |")
     print("| --: | --: | --- | --: | --: |")
     for stages in arguments.stages:
         with tempfile.TemporaryDirectory() as folder:
-            saving = measure(stages, arguments.width, arguments.trials, Path(folder))
-            size = saving.file.stat().st_size / 1e6
+            options = arguments.width, arguments.trials, Path(folder), arguments.folder
+            saving = measure(stages, *options)
+            files = [file for file in Path(folder).rglob("*") if file.is_file()]
+            size = sum(file.stat().st_size for file in files) / 1e6
         for kind in KINDS:
             wait, step = median(saving.waits[kind]), median(saving.steps[kind])
             print(f"| {stages} | {size:.0f} | {kind} | {wait:.2f} | {step:.2f} |", flush=True)

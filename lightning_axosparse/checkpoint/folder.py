@@ -13,8 +13,10 @@ new local folder gets its name when it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -22,6 +24,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from fsspec.core import url_to_fs
+from torch import Tensor
 
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.distributed.process_groups import gather
@@ -47,6 +50,59 @@ _STAGES = "lightning_axosparse.stages"
 """The entry of the table with the number of files."""
 
 
+@dataclass
+class _Part:
+    """What one stage writes of a checkpoint.
+
+    Attributes:
+        goal: path or URL of the folder.
+        place: the folder to write to, which is renamed to the goal later if it is new.
+        identity: the id of the checkpoint.
+        stage: the stage of this rank.
+        stages: the number of stages.
+        tensors: the tensors of this stage.
+        checkpoint: the whole checkpoint, on the first rank.
+        renaming: ends the writing to the place, on the first rank.
+        error: why the place cannot be written to; None if it can.
+    """
+
+    goal: Any
+    place: Any
+    identity: str
+    stage: int
+    stages: int
+    tensors: dict[str, Tensor]
+    checkpoint: dict[str, Any]
+    renaming: ExitStack
+    error: str | None
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of the stage's file."""
+        return {_ID: self.identity, "state_dict": self.tensors}
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The content of the table."""
+        table = tree_map_only(DeferredTensor, _record, self.checkpoint)
+        return {**table, _ID: self.identity, _STAGES: self.stages}
+
+    def copied(self) -> _Part:
+        """Return a part whose values do not change when training continues."""
+        tensors = {name: _copied(tensor) for name, tensor in self.tensors.items()}
+        return replace(self, tensors=tensors, checkpoint=tree_map_only(Tensor, _copied, self.table))
+
+    def write(self) -> None:
+        """Write the stage's file."""
+        _write(self.content, self.place, _file_name(self.stage, self.identity))
+
+    def write_table(self, table: dict[str, Any]) -> None:
+        """Make the folder this checkpoint, once all stages have written their files."""
+        _write(table, self.place, _TABLE)
+        self.renaming.close()
+        _remove_stages(self.goal, self.identity, of_it=False)
+
+
 def save_folder(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) -> None:
     """Write a checkpoint, which the first rank has in full, with deferred tensors.
 
@@ -60,39 +116,103 @@ def save_folder(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) ->
     Raises:
         OSError: on all stages, if one of them could not write.
     """
-    group = tensors.group
-    stage, stages = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    with ExitStack() as stack:
-        if tensors.is_first:
-            identity, place, error = uuid4().hex, goal, None
-            try:
-                place = stack.enter_context(_place(goal))
-            except OSError as failure:
-                error = without_link(failure)
-            leaves = tree_leaves(checkpoint)
-            deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
-            own = {name: t for name, t in deferred.items() if name not in tensors.remote}
-            tensors.broadcast((identity, place, error, deferred.keys() & tensors.remote))
-        else:
-            identity, place, error, wanted = tensors.broadcast(None)
-            own = {name: t for name, t in tensors.offered().items() if name in wanted}
-        tensors.forget()
+    part, group = _begin(checkpoint, goal, tensors), tensors.group
+    with part.renaming:
+        error = part.error
         if error is None:
-            content = {_ID: identity, "state_dict": own}
-            error = _attempt(_write, content, place, _file_name(stage, identity))
+            error = _attempt(part.write)
             errors = [f"stage {n}: {each}" for n, each in enumerate(gather(error, group)) if each]
             if tensors.is_first:
-                table = tree_map_only(DeferredTensor, _record, checkpoint)
-                table = {**table, _ID: identity, _STAGES: stages}
-                error = "; ".join(errors) or _attempt(_write, table, place, _TABLE)
-                error = error or _attempt(stack.close)
-                _remove_stages(goal, identity, of_it=error is not None)
+                error = "; ".join(errors) or _attempt(part.write_table, part.table)
+                if error is not None:
+                    _remove_stages(goal, part.identity, of_it=True)
             error = tensors.broadcast(error if tensors.is_first else None)
         if error is not None:
-            raise OSError(
-                f"'{goal}' was not written: {error}. An older checkpoint of that name is as it was."
-                " Make room, or write elsewhere." + see("files")
-            )
+            raise _not_written(goal, error)
+
+
+def save_folder_later(
+    checkpoint: dict[str, Any], goal: Any, tensors: StageTensors, timeout: float
+) -> Callable[[], None]:
+    """Copy a checkpoint as :func:`save_folder` gets it; collective over the stages.
+
+    Args:
+        checkpoint: what Lightning saves.
+        goal: path or URL of the folder.
+        tensors: those of the stages.
+        timeout: how long the first stage waits for the files of the others, in seconds.
+
+    Returns:
+        A function that writes this stage's part, in any thread and without the others. That of the
+        first stage waits for the files of the others, and raises OSError if they do not come.
+
+    Raises:
+        OSError: on all stages, if there is no place to write to.
+    """
+    part = _begin(checkpoint, goal, tensors)
+    if part.error is not None:
+        raise _not_written(goal, part.error)
+    part = part.copied()
+
+    def write() -> None:
+        with part.renaming:
+            try:
+                part.write()
+                if part.stage == 0:
+                    _await_stages(part, timeout)
+                    part.write_table(part.checkpoint)
+            except Exception as error:
+                if part.stage == 0:
+                    _remove_stages(part.place, part.identity, of_it=True)
+                raise _not_written(goal, without_link(error)) from error
+
+    return write
+
+
+def _begin(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) -> _Part:
+    """Agree on a place, and on what each stage writes; collective over the stages."""
+    group, renaming = tensors.group, ExitStack()
+    stage, stages = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    if tensors.is_first:
+        identity, place, error = uuid4().hex, goal, None
+        try:
+            place = renaming.enter_context(_place(goal))
+        except OSError as failure:
+            error = without_link(failure)
+        leaves = tree_leaves(checkpoint)
+        deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
+        own = {name: t for name, t in deferred.items() if name not in tensors.remote}
+        tensors.broadcast((identity, place, error, deferred.keys() & tensors.remote))
+    else:
+        identity, place, error, wanted = tensors.broadcast(None)
+        own = {name: t for name, t in tensors.offered().items() if name in wanted}
+    tensors.forget()
+    return _Part(goal, place, identity, stage, stages, {**own}, checkpoint, renaming, error)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    values = tensor.computed() if isinstance(tensor, DeferredTensor) else tensor.detach()
+    return values.clone()
+
+
+def _await_stages(part: _Part, timeout: float) -> None:
+    """Wait until all stages have written their files."""
+    file_system, folder = url_to_fs(str(part.place))
+    end = time.monotonic() + timeout
+    files = [f"{folder}/{_file_name(stage, part.identity)}" for stage in range(part.stages)]
+    while missing := [file for file in files if not file_system.exists(file)]:
+        if time.monotonic() > end:
+            name = missing[0].rpartition("/")[2]
+            raise OSError(f"there is no {name} after {timeout:.0f} s")
+        time.sleep(0.05)
+        file_system.invalidate_cache()
+
+
+def _not_written(goal: Any, error: object) -> OSError:
+    return OSError(
+        f"'{goal}' was not written: {error}. An older checkpoint of that name is as it was. "
+        "Make room, or write elsewhere." + see("files")
+    )
 
 
 def load_folder(folder: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -377,11 +378,16 @@ def validate_local_rank(local_rank: int, devices: int, num_nodes: int) -> None:
 
 
 def validate_default_checkpoint_io(io: CheckpointIO) -> None:
-    """Check that no plugin was given for checkpoints that the stages write themselves."""
-    if type(io) is not AtomicCheckpointIO:
+    """Check that no plugin was given for checkpoints that the stages write themselves.
+
+    ``AsyncCheckpointIO`` lets them write in a thread.
+    """
+    written_by = io.checkpoint_io if type(io) is AsyncCheckpointIO else io
+    if type(written_by) is not AtomicCheckpointIO:
         raise MisconfigurationException(
             f"save_distributed_checkpoint=True writes folders to which all stages write, but "
-            f"{type(io).__name__} writes one file. Leave one of the two out." + see("checkpoints")
+            f"{type(written_by).__name__} writes one file. Leave one of the two out."
+            + see("checkpoints")
         )
 
 

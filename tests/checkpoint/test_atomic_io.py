@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import tracemalloc
 from pathlib import Path
@@ -114,6 +115,9 @@ def test_the_last_checkpoint_may_be_a_link(tmp_path: Path) -> None:
     assert (step(last), step(target)) == (3 * BATCHES, 2 * BATCHES)
 
 
+FILES = {"meta.pt", "stage-0", "stage-1"}
+
+
 class Waits(Callback):
     """Keeps the weights that a checkpoint should have, and lets it be written one batch later."""
 
@@ -123,7 +127,8 @@ class Waits(Callback):
 
     def on_train_batch_end(self, run: Any, module: Any, outputs: Any, batch: Any, at: int) -> None:
         if at == 0:
-            self.weights = {name: value.clone() for name, value in module.state_dict().items()}
+            own = {name: each for name, each in module.named_parameters() if not each.is_meta}
+            self.weights = {name: each.detach().clone() for name, each in own.items()}
         self.may_write.set() if at == 1 else None
 
 
@@ -156,7 +161,11 @@ def test_a_file_may_be_written_while_training_goes_on(
     torch.testing.assert_close(file["state_dict"], waits.weights, rtol=0, atol=0)
 
 
-def files_of_run(folder: Path, in_a_thread: bool) -> None:
+def folders_of_run(folder: Path, in_a_thread: bool) -> None:
+    files_of_run(folder, in_a_thread, save_distributed_checkpoint=True)
+
+
+def files_of_run(folder: Path, in_a_thread: bool, **options: Any) -> None:
     """Keep the best and the last of three epochs; a thread writes them when training has ended."""
     ended, save = threading.Event(), archive.save
 
@@ -165,14 +174,14 @@ def files_of_run(folder: Path, in_a_thread: bool) -> None:
             ended.set()
 
     def late(content: Any, path: Any) -> None:
-        assert not in_a_thread or ended.wait(60)
+        assert not in_a_thread or options or ended.wait(60)
         save(content, path)
 
     L.seed_everything(0, verbose=False)
     best = ModelCheckpoint(folder, "{epoch}", monitor="train_loss", save_top_k=1, save_last=True)
     with patched(archive, "save", late):
         run = trainer(
-            AxoSparseStrategy(2, 2),
+            AxoSparseStrategy(2, 2, **options),
             2,
             callbacks=[best, Ends()],
             plugins=[AsyncCheckpointIO()] if in_a_thread else [],
@@ -192,6 +201,65 @@ def test_a_thread_leaves_the_files_that_stages_leave_without(tmp_path: Path) -> 
     for name, written in plain.items():
         for part in ("state_dict", "optimizer_states", "loops"):
             torch.testing.assert_close(thread[name][part], written[part], rtol=0, atol=0)
+
+
+def test_threads_of_all_stages_write_the_folders_that_stages_write(tmp_path: Path) -> None:
+    for name, in_a_thread in (("plain", False), ("thread", True)):
+        arguments = tmp_path / name, in_a_thread
+        run_ranks(2, folders_of_run, *arguments)
+    plain, thread = (
+        {path.name: AtomicCheckpointIO().load_checkpoint(path) for path in folder.iterdir()}
+        for folder in (tmp_path / "plain", tmp_path / "thread")
+    )
+    assert thread.keys() == plain.keys() == {"epoch=2.ckpt", "last.ckpt"}
+    for name, written in plain.items():
+        assert {file.name[:7] for file in (tmp_path / "thread" / name).iterdir()} == FILES
+        for part in ("state_dict", "optimizer_states", "loops"):
+            torch.testing.assert_close(thread[name][part], written[part], rtol=0, atol=0)
+
+
+def folders_of_two_steps(folder: Path, failing: int | None) -> list[float]:
+    """Write a folder after each of two steps, the first while the second trains, on two stages.
+
+    Returns:
+        The weights' sum after the first step, and that of the folder that was written then.
+    """
+    waits, save = Waits(), archive.save
+    rank = int(os.environ["PMI_RANK"])
+
+    def late(content: Any, path: Any) -> None:
+        assert waits.may_write.wait(60)
+        if rank == failing:
+            raise OSError("no space left for it")
+        save(content, path)
+
+    with patched(archive, "save", late):
+        saves = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        run = trainer(
+            AxoSparseStrategy(2, 2, save_distributed_checkpoint=True, timeout=20),
+            2,
+            max_steps=2,
+            callbacks=[waits, saves],
+            plugins=[AsyncCheckpointIO()],
+            enable_checkpointing=True,
+        )
+        run.fit(Net(), loader(1))
+    first = AtomicCheckpointIO().load_checkpoint(folder / "step=1.ckpt")["state_dict"]
+    names = waits.weights
+    return [float(sum(each[name].sum() for name in names)) for each in (waits.weights, first)]
+
+
+def test_folders_are_written_while_training_continues(tmp_path: Path) -> None:
+    for expected, actual in run_ranks(2, folders_of_two_steps, tmp_path, None):
+        assert actual == expected
+    assert {path.name for path in tmp_path.iterdir()} == {"step=1.ckpt", "step=2.ckpt"}
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_an_error_of_one_stages_thread_ends_the_run_on_all(tmp_path: Path, stage: int) -> None:
+    with pytest.raises(AssertionError, match="no space left for it"):
+        run_ranks(2, folders_of_two_steps, tmp_path, stage)
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
 
 
 def test_an_error_of_the_writing_thread_ends_the_run(

@@ -196,3 +196,25 @@ def remove_checkpoint(io: CheckpointIO, path: Any) -> None:
         io.remove_checkpoint(path)
     else:
         executor.submit(io.remove_checkpoint, path)
+
+
+def in_thread(io: AsyncCheckpointIO, write: Callable[[], None]) -> None:
+    """Write in the thread of ``io``, which raises the errors at the next checkpoint or the end."""
+
+    def write_or_keep_error() -> None:
+        try:
+            write()
+        except BaseException as error:
+            io._error = error
+
+    io._ensure_setup()
+    assert io._executor is not None
+    io._executor.submit(write_or_keep_error)
+
+
+def wait_for_thread(io: AsyncCheckpointIO) -> None:
+    """Wait until the thread has written everything; raise the error if it has failed."""
+    if io._executor is not None:
+        io._executor.submit(lambda: None).result()
+    if io._error is not None:
+        raise io._error

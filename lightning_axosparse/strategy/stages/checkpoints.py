@@ -9,11 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
-from lightning_axosparse.checkpoint.folder import save_folder
+from lightning_axosparse.checkpoint.folder import save_folder, save_folder_later
 from lightning_axosparse.checkpoint.gather import (
     StageTensors,
     gather_model_state,
@@ -28,7 +29,12 @@ from lightning_axosparse.pipeline.shard.sharded_module import load_values, state
 from lightning_axosparse.sparse.module.optimizer_state import restore_masters
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, sparse_parameters
 from lightning_axosparse.strategy.compat.callbacks import weight_averages
-from lightning_axosparse.strategy.compat.internals import has_hook, move_optimizers
+from lightning_axosparse.strategy.compat.internals import (
+    has_hook,
+    in_thread,
+    move_optimizers,
+    wait_for_thread,
+)
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_folder
@@ -44,6 +50,7 @@ class StageCheckpoints:
     ) -> None:
         self._stage_module, self._shards = stage_module, shards
         self._as_folders = config.save_distributed_checkpoint
+        self._timeout = config.timeout_seconds
         self._is_sharded = config.g_inter > 1 or config.shares_layers or self._as_folders
         # Functions, as a regrid changes the groups.
         self._tensors = StageTensors(lambda: stage_module.groups.inter)
@@ -135,7 +142,11 @@ class StageCheckpoints:
         checkpoint = gather_remote_tensors(checkpoint, tensors)
         if self._as_folders:
             validate_folder(path, storage_options)
-            save_folder(checkpoint, path, tensors)
+            if isinstance(io, AsyncCheckpointIO):
+                wait_for_thread(io)
+                in_thread(io, save_folder_later(checkpoint, path, tensors, self._timeout))
+            else:
+                save_folder(checkpoint, path, tensors)
         elif tensors.is_first:
             if not isinstance(io, AtomicCheckpointIO):
                 checkpoint = all_computed(checkpoint)
