@@ -92,12 +92,16 @@ class _NumPyState:
         return len(one) == len(two) and all(map(np.array_equal, one, two))
 
 
+_Memory = ctypes.c_char * (625 * 4)
+
+
 def _numpy_memory() -> bytes:
     """Return the memory of NumPy's global generator; empty if it is not the usual one."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return b""
-    return ctypes.string_at(generator.ctypes.state_address, 625 * 4)  # Its numbers and its place.
+    # Its 624 numbers and its place among them.
+    return _Memory.from_address(generator.ctypes.state_address).raw
 
 
 class PipelineRNG:
