@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_axosparse.support.torch_internals import fake_mode, tree_map_only
@@ -98,6 +99,11 @@ def called_in_order(
     kept = containers - others
     if max(map(size, others), default=-1) >= max(map(size, kept), default=0):
         return []
+    if others:
+        rank_zero_info(
+            f"The layers of {', '.join(map(repr, sorted(others)))} are not called once each, so "
+            "they are no part of the stages. pipeline= names the containers that are."
+        )
     return [name for name in calls if name in counted and layers[name] in kept]
 
 

@@ -137,9 +137,13 @@ def test_a_call_that_needs_values_between_containers_gets_them() -> None:
 
 
 @pytest.mark.parametrize("order", ["twice", "in_turns"])
-def test_a_container_that_is_no_sequence_is_left_out_beside_a_larger_one(order: str) -> None:
-    found = find_layers(Ordered(order, torch.randn(8, 4)), None, 2)
+def test_a_container_that_is_no_sequence_is_left_out_beside_a_larger_one(
+    order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        found = find_layers(Ordered(order, torch.randn(8, 4)), None, 2)
     assert list(found) == ["body.0", "body.1", "body.2"]
+    assert "they are no part of the stages" in caplog.text
 
 
 @pytest.mark.parametrize("order", ["partly", "failing"])
