@@ -136,7 +136,9 @@ def saliency(weight: Tensor, state: State) -> Tensor:
 
     The square of it, ``w^2 sqrt(v)``, estimates how much the loss grows when the entry becomes zero
     (Optimal Brain Damage; LeCun, Denker & Solla, NeurIPS 1989): Adam's preconditioner ``sqrt(v)``
-    stands for the diagonal of the Hessian.
+    stands for the diagonal of the Hessian. That v itself serves as the diagonal of the Fisher
+    information, for pruning too, is shown by Li et al. (*Fishers for Free?*, 2025, arXiv
+    2507.18807); ``benchmarks/perplexity`` compares powers of v.
     """
     moment = _second_moment(weight.shape, state)
     if moment is None:
