@@ -14,7 +14,7 @@ new local folder gets its name when it is complete.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,7 +52,7 @@ _STAGES = "lightning_axosparse.stages"
 
 @dataclass
 class _Part:
-    """What one stage writes of a checkpoint.
+    """One stage's part of a checkpoint.
 
     Attributes:
         goal: path or URL of the folder.
@@ -61,8 +61,8 @@ class _Part:
         stage: the stage of this rank.
         stages: the number of stages.
         tensors: the tensors of this stage.
-        checkpoint: the whole checkpoint, on the first rank.
-        renaming: ends the writing to the place, on the first rank.
+        table: the content of the table, on the first rank.
+        renaming: renames the place when it is closed, on the first rank.
         error: why the place cannot be written to; None if it can.
     """
 
@@ -71,34 +71,25 @@ class _Part:
     identity: str
     stage: int
     stages: int
-    tensors: dict[str, Tensor]
-    checkpoint: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    table: dict[str, Any]
     renaming: ExitStack
     error: str | None
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """The content of the stage's file."""
-        return {_ID: self.identity, "state_dict": self.tensors}
-
-    @property
-    def table(self) -> dict[str, Any]:
-        """The content of the table."""
-        table = tree_map_only(DeferredTensor, _record, self.checkpoint)
-        return {**table, _ID: self.identity, _STAGES: self.stages}
 
     def copied(self) -> _Part:
         """Return a part whose values do not change when training continues."""
         tensors = {name: _copied(tensor) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors, checkpoint=tree_map_only(Tensor, _copied, self.table))
+        table = tree_map_only(Tensor, _copied, self.table)
+        return replace(self, tensors=tensors, table=table, renaming=self.renaming.pop_all())
 
     def write(self) -> None:
         """Write the stage's file."""
-        _write(self.content, self.place, _file_name(self.stage, self.identity))
+        content = {_ID: self.identity, "state_dict": self.tensors}
+        _write(content, self.place, _file_name(self.stage, self.identity))
 
-    def write_table(self, table: dict[str, Any]) -> None:
+    def write_table(self) -> None:
         """Make the folder this checkpoint, once all stages have written their files."""
-        _write(table, self.place, _TABLE)
+        _write(self.table, self.place, _TABLE)
         self.renaming.close()
         _remove_stages(self.goal, self.identity, of_it=False)
 
@@ -123,7 +114,7 @@ def save_folder(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) ->
             error = _attempt(part.write)
             errors = [f"stage {n}: {each}" for n, each in enumerate(gather(error, group)) if each]
             if tensors.is_first:
-                error = "; ".join(errors) or _attempt(part.write_table, part.table)
+                error = "; ".join(errors) or _attempt(part.write_table)
                 if error is not None:
                     _remove_stages(goal, part.identity, of_it=True)
             error = tensors.broadcast(error if tensors.is_first else None)
@@ -149,10 +140,11 @@ def save_folder_later(
     Raises:
         OSError: on all stages, if there is no place to write to.
     """
-    part = _begin(checkpoint, goal, tensors)
-    if part.error is not None:
-        raise _not_written(goal, part.error)
-    part = part.copied()
+    begun = _begin(checkpoint, goal, tensors)
+    with begun.renaming:
+        if begun.error is not None:
+            raise _not_written(goal, begun.error)
+        part = begun.copied()
 
     def write() -> None:
         with part.renaming:
@@ -160,7 +152,7 @@ def save_folder_later(
                 part.write()
                 if part.stage == 0:
                     _await_stages(part, timeout)
-                    part.write_table(part.checkpoint)
+                    part.write_table()
             except Exception as error:
                 if part.stage == 0:
                     _remove_stages(part.place, part.identity, of_it=True)
@@ -171,7 +163,7 @@ def save_folder_later(
 
 def _begin(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) -> _Part:
     """Agree on a place, and on what each stage writes; collective over the stages."""
-    group, renaming = tensors.group, ExitStack()
+    group, renaming, table = tensors.group, ExitStack(), dict[str, Any]()
     stage, stages = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     if tensors.is_first:
         identity, place, error = uuid4().hex, goal, None
@@ -183,11 +175,13 @@ def _begin(checkpoint: dict[str, Any], goal: Any, tensors: StageTensors) -> _Par
         deferred = {leaf.key: leaf for leaf in leaves if isinstance(leaf, DeferredTensor)}
         own = {name: t for name, t in deferred.items() if name not in tensors.remote}
         tensors.broadcast((identity, place, error, deferred.keys() & tensors.remote))
+        table = tree_map_only(DeferredTensor, _record, checkpoint)
+        table = {**table, _ID: identity, _STAGES: stages}
     else:
         identity, place, error, wanted = tensors.broadcast(None)
         own = {name: t for name, t in tensors.offered().items() if name in wanted}
     tensors.forget()
-    return _Part(goal, place, identity, stage, stages, {**own}, checkpoint, renaming, error)
+    return _Part(goal, place, identity, stage, stages, own, table, renaming, error)
 
 
 def _copied(tensor: Tensor) -> Tensor:

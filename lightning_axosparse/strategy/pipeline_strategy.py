@@ -48,6 +48,7 @@ from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.validation import (
     advise_on_batch_norm,
     advise_on_dropout,
+    advise_on_norms_without_statistics,
     ignore_if_layers_follow,
     optimizers_before_setup,
     validate_copied_whole,
@@ -178,6 +179,7 @@ class PipelineStrategy(MPIStrategy):
             self._tensors.parallelize(self.config.tensors.plan)
         layers, optimizers = self._layers, list[Optimizer]()
         partition = layers.partition()
+        advise_on_norms_without_statistics(self._module, self.config.microbatch_count)
         if trainer.state.fn == TrainerFn.FITTING:
             self._configure_optimizers(trainer)
             advise_on_batch_norm(self._module, self.config.microbatch_count)

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
+from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
 from lightning_axosparse.strategy.compat.internals import callbacks_of, is_compiled_whole, overrides
@@ -114,20 +115,40 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
 
 
 def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
-    """Warn that norms with running statistics normalize micro-batches, if the module has any."""
-    norms = [
-        (name, part)
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
-    ]
+    """Warn of training norms with running statistics in micro-batches, if the module has any."""
+    _say_normalized(
+        {
+            name: part
+            for name, part in module.named_modules()
+            if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
+        },
+        microbatches,
+        "updates its running statistics by each of them, as with gradient accumulation",
+    )
+
+
+def advise_on_norms_without_statistics(module: nn.Module, microbatches: int) -> None:
+    """Warn that norms without running statistics normalize micro-batches in every kind of step."""
+    _say_normalized(
+        {
+            name: part
+            for name, part in module.named_modules()
+            if isinstance(part, Norm) and part.running_mean is None
+        },
+        microbatches,
+        "does so in evaluation, too",
+    )
+
+
+def _say_normalized(norms: Mapping[str, nn.Module], microbatches: int, more: str) -> None:
+    """Say that norms use the statistics of a micro-batch, and what ``more`` they do."""
     if norms and microbatches > 1:
-        name, part = norms[0]
+        name, part = next(iter(norms.items()))
         others = f", like {len(norms) - 1} more," if len(norms) > 1 else ""
         rank_zero_info(
             f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
-            "micro-batch, and updates its running statistics by each of them, as with gradient "
-            "accumulation: expect other losses than on one process. With microbatches=1 they are "
-            "those of the batch."
+            f"micro-batch, and {more}: expect other losses than on one process. With "
+            "microbatches=1 they are those of the batch."
         )
 
 

@@ -176,9 +176,17 @@ def test_by_default_each_micro_batch_has_two_samples() -> None:
     assert Seeing.seen["validate", 4] == [5]
 
 
-def test_norms_without_running_statistics_are_validated_so_too() -> None:
-    fit(samples=24, batch=8, track_running_stats=False)
-    assert Seeing.seen["validate", 2] == [2] * 4
+def test_norms_without_running_statistics_are_validated_so_too(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        module = fit(samples=24, batch=8, track_running_stats=False)
+        assert Seeing.seen["validate", 2] == [2] * 4
+        strategy = AxoSparseStrategy(2, 4, transport="loopback")
+        data = DataLoader(torch.rand(8, WIDTH), 8)
+        trainer(strategy).validate(module, data, verbose=False)
+    said = "'layers.1' (BatchNorm1d) normalizes by the statistics of a micro-batch, and does so in "
+    assert caplog.text.count(said) == 2, "in the fit and in the validation"
 
 
 def test_norms_without_running_statistics_are_no_error_of_the_first_batch() -> None:
