@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from lightning_axosparse.distributed.mpi.transport import PinnedStaging
+from lightning_axosparse.distributed.mpi.staging import PinnedStaging
 from lightning_axosparse.examples.gpt import GPT
 
 BATCHES, EPOCHS = 6, 2

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline import peers, schedules
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.distributed.mpi.transport import Staging, connect_stages
+from lightning_axosparse.distributed.mpi.transport import connect_stages
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline.crossing.message import ChannelLink
 from lightning_axosparse.pipeline.schedule import SCHEDULES
@@ -129,7 +129,7 @@ def blocks() -> dict[str, Runner]:
     stage = nn.Sequential(*layers[world.rank * count : (world.rank + 1) * count])
     our_stage, shard = copy.deepcopy(stage), Shard(copy.deepcopy(stage), (TOKENS, peers.WIDTH))
     start_axonn(shard, peers.MICROBATCHES)
-    mailboxes = connect_stages(world.rank, world.size, 0, peers.MICROBATCHES, Staging())
+    mailboxes = connect_stages(world.rank, world.size, 0, peers.MICROBATCHES, torch.device("cpu"))
     link = ChannelLink(*mailboxes, torch.device("cpu"))
     ours = peers.Ours(our_stage, SCHEDULES["message-driven"], 2 * world.size, link, nullcontext)
 

@@ -37,7 +37,6 @@ from benchmarks.pipeline.alone import Alone, ReadyLink
 from benchmarks.pipeline.deepspeed_peer import IS_INSTALLED, DeepSpeed
 from benchmarks.pipeline.table import head, row
 from lightning_axosparse.distributed.mpi import transport
-from lightning_axosparse.distributed.mpi.transport import Staging
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.crossing.message import (
@@ -203,7 +202,7 @@ def main() -> None:
     mine = nn.Sequential(*blocks[world.rank * count : (world.rank + 1) * count])
     if options.apart:  # Keep blocks out of shared memory, as between nodes.
         transport.shares_memory = lambda comm, peer: False
-    boxes = transport.connect_stages(world.rank, world.size, 0, MICROBATCHES, Staging())
+    boxes = transport.connect_stages(world.rank, world.size, 0, MICROBATCHES, torch.device("cpu"))
     link = ChannelLink(*boxes, torch.device("cpu"))
     choices = {
         "1F1B, ours": (SCHEDULES["1f1b"], world.size),

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.interleave import Runner, ratios, trials
 from benchmarks.pipeline.table import head, row
-from lightning_axosparse.distributed.mpi.transport import Staging, connect_stages
+from lightning_axosparse.distributed.mpi.transport import connect_stages
 from lightning_axosparse.pipeline import engine
 from lightning_axosparse.pipeline.crossing.message import Activation, ChannelLink, Message
 from lightning_axosparse.pipeline.engine import StageRun
@@ -138,7 +138,7 @@ class SleepingStage:
         self.stage, self.stages = world.rank, world.size
         self._forward = forward
         self.recorded: list[list[Span]] = []
-        mailboxes = connect_stages(self.stage, self.stages, 0, 2 * self.stages, Staging())
+        mailboxes = connect_stages(self.stage, self.stages, 0, 2 * self.stages, torch.device("cpu"))
         self._link = SlowLink(*mailboxes, torch.device("cpu"))
 
     def step(self, choice: Choice, case: Case, trial: int) -> None:

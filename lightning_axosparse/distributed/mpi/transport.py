@@ -11,7 +11,8 @@ both remember. A larger block is late: an empty message completes the posted rec
 receiver posts one of the right size when it has read the envelope. If the third block of a batch
 had 1 MB and now has 2 MB, for example, only its transfer begins later than usual.
 
-Blocks of a GPU go through pinned host memory.
+Blocks of a GPU go from device to device where both ranks can map the same memory, else through
+pinned host memory (``staging.py``).
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ from lightning_axosparse.distributed.mpi.shared_memory import (
     read,
     shares_memory,
 )
+from lightning_axosparse.distributed.mpi.staging import (
+    DeviceSlot,
+    Ready,
+    Staging,
+    shares_device_memory,
+    staging_of,
+)
 from lightning_axosparse.distributed.mpi.work import raw
 from lightning_axosparse.distributed.rank_status import BackOff, blocked, this_rank
 
@@ -48,69 +56,10 @@ _CALLS_PER_TURN = 50  # Each transfers about one fragment.
 _PROBE_SECONDS = 0.02  # In this time the sender of the probe makes no call of MPI.
 
 
-Ready = Callable[[], bool]
-"""Returns whether MPI may read a block; called until this is True."""
-
-
-class Staging:
-    """Makes blocks of messages (1-D uint8 tensors) accessible to MPI: on the CPU as they are."""
-
-    def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
-        """Return the tensor that MPI reads to send ``block``, and when it may."""
-        return block, lambda: True
-
-    def empty(self, size: int) -> Tensor:
-        """Return a tensor of ``size`` bytes to which MPI may write immediately."""
-        return torch.empty(size, dtype=torch.uint8)
-
-    def incoming(self, block: Tensor) -> Tensor:
-        """Return a received block on the device, ready for the current stream."""
-        return block
-
-
-class PinnedStaging(Staging):
-    """Copies the blocks of a GPU to and from pinned host memory, on separate streams.
-
-    The host waits for no copy, and a kernel only for the block that it needs. Torch's allocator of
-    pinned memory uses a block again only when the copies from and to it are done.
-    """
-
-    def __init__(self, device: torch.device, runtime: Any = torch.cuda) -> None:
-        self._device, self._runtime = device, runtime
-        self._pin = device.type == "cuda"
-        self._to_host, self._to_device = runtime.Stream(device), runtime.Stream(device)
-
-    def outgoing(self, block: Tensor) -> tuple[Tensor, Ready]:
-        """Return a copy in pinned memory, which MPI may read when the copy is done."""
-        host, copied = self.empty(block.numel()), self._runtime.Event()
-        self._to_host.wait_stream(self._runtime.current_stream(self._device))
-        with self._runtime.stream(self._to_host):
-            host.copy_(block, non_blocking=True)
-            copied.record(self._to_host)
-
-        def ready(source: Tensor = block) -> bool:  # The default keeps the block alive until then.
-            return bool(copied.query())
-
-        return host, ready
-
-    def empty(self, size: int) -> Tensor:
-        """Return pinned memory."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
-
-    def incoming(self, block: Tensor) -> Tensor:
-        """Return a copy on the device, for which the current stream waits."""
-        current = self._runtime.current_stream(self._device)
-        with self._runtime.stream(self._to_device):
-            arrived = block.to(self._device, non_blocking=True, copy=True)
-        current.wait_stream(self._to_device)
-        arrived.record_stream(current)
-        return arrived
-
-
 class _Envelope(NamedTuple):
     header: bytes | None  # None if it is too long, and sent late.
     header_size: int
-    block: bytes | SlotAddress | None  # None if it is a separate message of MPI.
+    block: bytes | SlotAddress | DeviceSlot | None  # None if it is a separate message of MPI.
     block_size: int
     late: bool
 
@@ -125,7 +74,7 @@ class _Incoming:
     missing: int = 1
     envelope: _Envelope | None = None
     header: bytearray | None = None
-    block: Tensor | None = None
+    block: Tensor | DeviceSlot | None = None
 
     def part_received(self) -> None:
         self.missing -= 1
@@ -134,11 +83,13 @@ class _Incoming:
         self.envelope = pickle.loads(self.envelope_buffer)
         self.missing -= 1
 
-    def message(self) -> tuple[bytes, Tensor]:
+    def message(self) -> tuple[bytes, Tensor | DeviceSlot]:
         assert self.envelope is not None
         assert self.block is not None
         header = self.envelope.header if self.header is None else bytes(self.header)
         assert header is not None
+        if isinstance(self.block, DeviceSlot):
+            return header, self.block
         return header, self.block[: self.envelope.block_size]
 
 
@@ -212,7 +163,7 @@ class Channel:
         self._comm, self._peer, self._window = comm, peer, window
         self._staging, self._progress = staging, progress
         self._writer = SlotWriter() if shares_memory else None
-        self._to_send: deque[tuple[bytes, Tensor, Ready]] = deque()
+        self._to_send: deque[tuple[bytes, Tensor | DeviceSlot, Ready]] = deque()
         self._requests: list[MPI.Request] = []
         self._completions: list[Callable[[], None]] = []
         # Sizes of the blocks that were separate messages, in this and the previous batch.
@@ -241,6 +192,7 @@ class Channel:
     def poll(self) -> None:
         """Make progress, and append the messages that are complete to ``arrived``, in order."""
         self._send_ready()
+        self._staging.free_read()
         if self._requests:
             completed = MPI.Request.Testsome(self._requests)
             for index in sorted(completed or ()):
@@ -275,8 +227,9 @@ class Channel:
             header, block, _ = self._to_send.popleft()
             self._start(header, block)
 
-    def _start(self, header: bytes, block: Tensor) -> None:
-        number, size = len(self._sent), block.numel()
+    def _start(self, header: bytes, block: Tensor | DeviceSlot) -> None:
+        number = len(self._sent)
+        size = block.size if isinstance(block, DeviceSlot) else block.numel()
         posted = self._sent_before[number] if number < len(self._sent_before) else 0
         inside = self._inside_envelope(block)
         by_itself = inside is None
@@ -295,12 +248,17 @@ class Channel:
         if posted and (late or not by_itself):
             self._isend(b"", _BLOCK)
         if by_itself:
+            assert isinstance(block, Tensor)
             self._isend(block, _LATE if late else _BLOCK)
         self._sent.append(size if by_itself else 0)
         self._progress.message_sent()
 
-    def _inside_envelope(self, block: Tensor) -> bytes | SlotAddress | None:
+    def _inside_envelope(
+        self, block: Tensor | DeviceSlot
+    ) -> bytes | SlotAddress | DeviceSlot | None:
         """Return a small block, or its address in shared memory; None for a separate message."""
+        if isinstance(block, DeviceSlot):
+            return block
         if block.numel() <= _INLINE_BYTES:
             return block.cpu().numpy().tobytes()
         return None if self._writer is None else self._writer.write(block)
@@ -345,6 +303,8 @@ class Channel:
             self._irecv(message.header, _LATE, message.part_received)
         if isinstance(envelope.block, bytes):
             message.block = _writable(envelope.block)
+        elif isinstance(envelope.block, DeviceSlot):
+            message.block = envelope.block
         elif envelope.block is not None:
             message.block = read(envelope.block)
         elif envelope.late:
@@ -370,38 +330,45 @@ class Connection(NamedTuple):
     Attributes:
         comm: the ranks of its pipeline.
         shares_memory: adjacent stage -> whether messages go through shared memory.
+        shares_device: adjacent stage -> whether blocks go from device to device.
         progress: a thread that transfers messages; started if MPI does not.
     """
 
     comm: MPI.Comm
     shares_memory: dict[int, bool]
+    shares_device: dict[int, bool]
     progress: ProgressThread
 
 
 def connect_stages(
-    stage: int, stages: int, replica: int, window: int, staging: Staging
+    stage: int, stages: int, replica: int, window: int, device: torch.device
 ) -> tuple[Channel | None, Channel | None]:
     """Connect one stage of one pipeline to its previous and next stage; None if there is none.
 
     The first call for a grid is collective over all ranks of the job. A channel posts ``window``
-    receives ahead.
+    receives ahead, and takes blocks on ``device``.
     """
-    comm, shares_memory, progress = connect(stages, replica, stage)
+    comm, shares_memory, shares_device, progress = connect(stages, replica, stage, device)
     channels = {
-        adjacent: Channel(comm, adjacent, window, staging, shared, progress)
+        adjacent: Channel(
+            comm, adjacent, window, staging_of(device, shares_device[adjacent]), shared, progress
+        )
         for adjacent, shared in shares_memory.items()
     }
     return channels.get(stage - 1), channels.get(stage + 1)
 
 
 @cache  # MPI has a limited number of communicators, and the tests take a while.
-def connect(stages: int, replica: int, stage: int) -> Connection:
+def connect(stages: int, replica: int, stage: int, device: torch.device) -> Connection:
     """Test which way messages reach the adjacent stages best; collective over the job."""
     world = MPI.COMM_WORLD
     with blocked("the other stages to connect"):
         comm = world.Split(replica, stage)
         adjacent = [other for other in (stage - 1, stage + 1) if 0 <= other < stages]
         shared = {other: shares_memory(comm, other) for other in adjacent}
+        on_device = {
+            other: shared[other] and shares_device_memory(comm, other, device) for other in adjacent
+        }
         # Every other pair first, so that two rounds test all pairs.
         by_mpi = sorted((n for n in adjacent if not shared[n]), key=lambda n: min(n, stage) % 2)
         progresses = [has_async_progress(comm, other) for other in by_mpi]
@@ -409,10 +376,18 @@ def connect(stages: int, replica: int, stage: int) -> Connection:
         threads_allowed = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if threads_allowed and not all(progresses):
             thread.start()
-        results = world.allgather((shared.get(stage + 1), all(progresses)))
-    pairs = [shares for shares, _ in results if shares is not None]
-    rank_zero_debug(describe_connections(pairs, all(ok for _, ok in results), threads_allowed))
-    return Connection(comm, shared, thread)
+        following = shared.get(stage + 1), on_device.get(stage + 1)
+        results = world.allgather((*following, all(progresses)))
+    pairs = [shares for shares, _, _ in results if shares is not None]
+    progresses_everywhere = all(ok for _, _, ok in results)
+    rank_zero_debug(describe_connections(pairs, progresses_everywhere, threads_allowed))
+    if device.type != "cpu":
+        direct = [shares for _, shares, _ in results if shares is not None]
+        rank_zero_debug(
+            f"{direct.count(True)} of {len(direct)} pairs of adjacent stages exchange activations "
+            "from device to device, the others through pinned host memory."
+        )
+    return Connection(comm, shared, on_device, thread)
 
 
 def describe_connections(shared: list[bool], progresses: bool, threads_allowed: bool) -> str:

@@ -259,16 +259,11 @@ class StageModule:
         if len(self.stages) > 1 or self.last_stage == 0:
             return dict(enumerate(LoopbackLink.chain(self.last_stage + 1)))
         # Importing it starts MPI, which is not needed on one rank.
-        from lightning_axosparse.distributed.mpi.transport import (
-            PinnedStaging,
-            Staging,
-            connect_stages,
-        )
+        from lightning_axosparse.distributed.mpi.transport import connect_stages
 
         stage, grid = self.grid.stage, self.grid
-        staging = PinnedStaging(self.device) if self.device.type == "cuda" else Staging()
         previous, following = connect_stages(
-            stage, grid.g_inter, grid.pipeline_index, window, staging
+            stage, grid.g_inter, grid.pipeline_index, window, self.device
         )
         return {stage: ChannelLink(previous, following, self.device)}
 

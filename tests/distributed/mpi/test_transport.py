@@ -1,39 +1,32 @@
-"""Stages connect as messages reach them best; these arrive whole and in order, also from GPUs.
-
-GPUs have stand-ins for streams here, which run what they were given only when the test says so.
-"""
+"""Stages connect as messages reach them best; these arrive whole and in order, also from GPUs."""
 
 from __future__ import annotations
 
 import random
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_axosparse.distributed.mpi.transport import (
-    PinnedStaging,
-    Staging,
-    describe_connections,
-)
+from lightning_axosparse.distributed.mpi.transport import describe_connections
+from tests.distributed.mpi.device import CPU, Runtime, queued_copies, share
 from tests.ranks import run_ranks
 
-WAYS = [(1, False, False), (3, False, True), (3, True, True)]  # window, shares memory, slow copies
+WAYS = [(1, False, "cpu"), (3, False, "slow"), (3, True, "slow"), (2, True, "device")]
+"""Window, whether memory is shared, and the staging."""
 
 
 def exchange(
-    batches: list[list[list[int]]], seed: int, window: int, shares: bool, slow: bool
+    batches: list[list[list[int]]], seed: int, window: int, shares: bool, kind: str
 ) -> list[Any]:
     """Send and receive, in each batch, blocks of the sizes listed for this rank."""
     from mpi4py import MPI
 
-    from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread, Staging
+    from lightning_axosparse.distributed.mpi.staging import DeviceStaging, Staging
+    from lightning_axosparse.distributed.mpi.transport import Channel, ProgressThread
     from lightning_axosparse.distributed.rank_status import BackOff
 
     class SlowStaging(Staging):
@@ -45,7 +38,12 @@ def exchange(
 
     comm = MPI.COMM_WORLD
     rng = random.Random(seed + comm.rank)
-    staging = SlowStaging() if slow else Staging()
+    runtime = Runtime(lambda: rng.randint(0, 5))
+    staging: Any = {"cpu": Staging, "slow": SlowStaging}.get(kind, Staging)()
+    patches = ExitStack()
+    if kind == "device":
+        staging = DeviceStaging(CPU, runtime, share)
+        patches.enter_context(queued_copies(runtime))
     channel = Channel(comm.Dup(), 1 - comm.rank, window, staging, shares, ProgressThread(comm))
     received = []
     for number, sizes in enumerate(batches):
@@ -65,7 +63,9 @@ def exchange(
                 got.append(channel.arrived.popleft())
             back_off.pause()
         channel.end()
+        runtime.synchronize()
         received.append([(header, block.numel(), block.unique().tolist()) for header, block in got])
+    patches.close()
     return received
 
 
@@ -115,115 +115,6 @@ def test_messages_of_any_and_changing_size_arrive_in_order() -> None:
             assert received[rank][number] == [expected(batches, 1 - rank)] * len(WAYS)
 
 
-CPU = torch.device("cpu")
-
-
-class Stream:
-    def __init__(self, device: torch.device | None = None) -> None:
-        self.queue: list[Callable[[], None]] = []
-        self.waits_for: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waits_for.append(other)
-
-    def run(self) -> None:
-        while self.queue:
-            self.queue.pop(0)()
-
-
-class Event:
-    def __init__(self) -> None:
-        self.done = False
-
-    def record(self, stream: Stream) -> None:
-        stream.queue.append(lambda: setattr(self, "done", True))
-
-    def query(self) -> bool:
-        return self.done
-
-
-class Runtime:
-    """Stands in for ``torch.cuda``."""
-
-    Event = Event
-
-    def __init__(self) -> None:
-        self.compute = Stream()
-        self.streams: list[Stream] = []
-        self.active = self.compute
-
-    def Stream(self, device: torch.device) -> Stream:
-        self.streams.append(Stream())
-        return self.streams[-1]
-
-    def current_stream(self, device: torch.device) -> Stream:
-        return self.active
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self.active, before = stream, self.active
-        yield
-        self.active = before
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    stand_in = Runtime()
-    copy = Tensor.copy_
-
-    def queued_copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if not non_blocking:
-            return copy(target, source)
-        stream, view = stand_in.active, source[:]
-        alive = weakref.ref(source)
-
-        def run() -> None:
-            assert alive() is not None, "the source is gone before it was copied"
-            copy(target, view)
-
-        stream.queue.append(run)
-        return target
-
-    used: list[tuple[Tensor, Any]] = []
-    monkeypatch.setattr(Tensor, "copy_", queued_copy)
-    monkeypatch.setattr(Tensor, "record_stream", lambda t, s: used.append((t, s)))
-    stand_in.used = used
-    return stand_in
-
-
-def test_mpi_uses_the_memory_of_cpu_tensors() -> None:
-    block = torch.arange(5, dtype=torch.uint8)
-    given, ready = Staging().outgoing(block)
-    assert given is block
-    assert ready()
-    assert Staging().incoming(block) is block
-    assert Staging().empty(7).shape == (7,)
-
-
-def test_a_pinned_copy_is_ready_when_it_is_done_after_the_compute_stream(
-    runtime: Runtime,
-) -> None:
-    pinned = PinnedStaging(CPU, runtime)
-    host, ready = pinned.outgoing(torch.arange(5, dtype=torch.uint8))
-    leaving, arriving = runtime.streams
-    assert leaving.waits_for == [runtime.compute]
-    assert arriving.waits_for == []
-    assert runtime.compute.queue == []
-    assert not ready()
-    leaving.run()
-    assert ready()
-    assert host.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_the_compute_stream_waits_for_what_arrives_through_pinned_memory(runtime: Runtime) -> None:
-    block = torch.arange(5, dtype=torch.uint8)
-    arrived = PinnedStaging(CPU, runtime).incoming(block)
-    assert runtime.compute.waits_for == runtime.streams[1:]
-    assert arrived.data_ptr() != block.data_ptr()
-    assert arrived.tolist() == block.tolist()
-    assert [(t is arrived, s) for t, s in runtime.used] == [(True, runtime.compute)]
-
-
 def connect_and_probe() -> Any:
     from mpi4py import MPI
 
@@ -236,10 +127,10 @@ def connect_and_probe() -> Any:
     )
 
     world = MPI.COMM_WORLD
-    shared = connect(2, 0, world.rank).shares_memory
+    shared = connect(2, 0, world.rank, CPU).shares_memory
     connect.cache_clear()
     with patch.object(transport, "shares_memory", return_value=False):
-        apart = connect(2, 0, world.rank).shares_memory
+        apart = connect(2, 0, world.rank, CPU).shares_memory
     alone = has_async_progress(world, 1 - world.rank)
     progress = ProgressThread(world)
     progress.start()
