@@ -1,7 +1,8 @@
 """Densifies and compresses a tile with Triton, in one pass over the dense entries.
 
 One program works on one block of the layout. To densify, it writes every entry of the block once,
-coalesced: the value or zero, according to the bit. The tests compare the kernels with the
+coalesced: the value or zero, according to the bit. Several weights may be densified in one launch,
+whose programs look up in a table on which of them they work. The tests compare the kernels with the
 reference in Triton's interpreter and compile them for a GPU; ``benchmarks/gpu/kernels.py`` compares
 and times them on one.
 
@@ -11,12 +12,22 @@ has 32 bits and counts from the start of the block; the start itself has 64.
 
 from __future__ import annotations
 
+from itertools import product
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 2048
 """Entries that a program handles at a time."""
+
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+_COLUMNS = 7
+
+TOGETHER = frozenset(product(_TYPES, _TYPES, [torch.int32]))
+"""Dtypes of values, dense tensors and starts of blocks of weights that are densified together."""
 
 
 def densify(
@@ -43,9 +54,51 @@ def compress(
     _compress_bits[(blocks,)](out, dense, starts, first, dense.numel(), bits, block, CHUNK=_CHUNK)
 
 
+def densify_together(
+    table: Tensor, owners: Tensor, values_dtype: torch.dtype, dense_dtype: torch.dtype
+) -> None:
+    """Densify several weights in one launch, which takes as long on the host as that of one.
+
+    Args:
+        table: a row of seven int64 for each weight: the addresses of its unpruned values,
+            its dense tensor, the starts of its blocks (int32) and its bits; the number of its
+            entries, those of a block, and the number of its first program.
+        owners: the row of the weight on whose block each program works, int32.
+        values_dtype: dtype of the unpruned values of all weights.
+        dense_dtype: dtype of all dense tensors.
+    """
+    types = _TYPES[values_dtype], _TYPES[dense_dtype]
+    _densify_table[(len(owners),)](table, owners, *types, COLUMNS=_COLUMNS, CHUNK=_CHUNK)
+
+
 @triton.jit
 def _densify_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
+    _densify_block(program, values, dense, starts, first, numel, bits, block, CHUNK)
+
+
+@triton.jit
+def _densify_table(
+    table,
+    owners,
+    VALUES: tl.constexpr,
+    DENSE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = table + COLUMNS * tl.load(owners + program)
+    values = tl.load(row).to(tl.pointer_type(VALUES))
+    dense = tl.load(row + 1).to(tl.pointer_type(DENSE))
+    starts = tl.load(row + 2).to(tl.pointer_type(tl.int32))
+    bits = tl.load(row + 3).to(tl.pointer_type(tl.uint8))
+    numel, block = tl.load(row + 4), tl.load(row + 5)
+    program -= tl.load(row + 6)
+    _densify_block(program, values, dense, starts, 0, numel, bits, block, CHUNK)
+
+
+@triton.jit
+def _densify_block(program, values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
     start = program * block
     end = tl.minimum(start + block, numel)
     entry = tl.load(starts + program).to(tl.int64) - first

@@ -54,9 +54,9 @@ from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.cpu import products as sparse_products
 from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.store.copies import DenseCopy
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import (
-    DenseCopy,
     DenseForm,
     autocast_dtype,
     autocast_to,

@@ -112,6 +112,15 @@ class Layout(ABC):
     def kernels(self, tensor: Tensor) -> ModuleType | None:
         """Return the kernels that do without positions, if there are any for a tile ``tensor``."""
 
+    def kernels_together(self, values: Tensor, dense: Tensor) -> ModuleType | None:
+        """Return the kernels that densify this weight and others in one launch, if there are any.
+
+        Args:
+            values: the unpruned values.
+            dense: the tensor that gets them.
+        """
+        return None
+
     @abstractmethod
     def _index_in(self, tile: Tile) -> tuple[Any, ...]:
         """Return the tile's part of the index as these kernels read it."""

@@ -1,4 +1,4 @@
-"""Defines the dense form of a sparse weight, and fills the resident copy of "samo".
+"""Defines the dense form of a sparse weight: in which dtype, and whether a copy is resident.
 
 With ``compute="samo"`` (SAMO; Singh & Bhatele, IPDPS 2023) the dense weight stays in memory, in the
 dtype that products run in, and is filled once per optimizer step. Else an operator multiplies by
@@ -8,17 +8,13 @@ torch.compile it is dense, and the backward pass materializes it again.
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_axosparse.sparse.backend import AUTO, Backend
-from lightning_axosparse.sparse.store.layout import Layout
-from lightning_axosparse.support.torch_internals import version_of
+from lightning_axosparse.sparse.store.copies import DenseCopy
 
 
 def copy_pays(sixteen_bit: bool, passes: int, sparse_products: bool) -> bool:
@@ -96,95 +92,3 @@ class DenseForm:
         autocast = None if self.dtype == torch.float64 else autocast_dtype(values.device)
         self.copy.configure(autocast or self.dtype, training)
         return self
-
-
-class DenseCopy:
-    """The resident dense copy of one weight, filled again when its values may have changed.
-
-    They may have changed when their version has, when an optimizer has stepped (fused optimizers
-    change no version), and when the module has switched between training and evaluation (averaged
-    weights may be swapped in through ``.data``, which changes no version either).
-
-    Attributes:
-        dtype: the dtype of the copy; None before the first read.
-        dense: the dense tensor, if memory is allocated for it.
-    """
-
-    def __init__(self) -> None:
-        self.dtype: torch.dtype | None = None
-        self._training = True
-        self.dense: Tensor | None = None
-        self._source: Tensor | None = None
-        self._filled_at = (-1, -1)
-        self._steps: _OptimizerSteps | None = None
-
-    def configure(self, dtype: torch.dtype, training: bool) -> None:
-        """Set the dtype and the module's mode; a change fills the copy at its next use."""
-        if dtype != self.dtype:
-            self.dtype, self.dense = dtype, None
-        if training != self._training:
-            self._training = training
-            self.invalidate()
-
-    def invalidate(self) -> None:
-        """Fill the copy again at its next use: the values have changed, maybe without a version."""
-        self._source = None
-
-    def filled(self, values: Tensor, layout: Layout) -> Tensor:
-        """Return the copy with the current values; valid until they change.
-
-        Args:
-            values: unpruned values, shape ``(layout.nnz,)``, any dtype.
-            layout: their layout.
-        """
-        if self._steps is None:
-            self._steps = _optimizer_steps()
-        state = version_of(values), self._steps.count
-        source = self._source
-        if self.dense is None or source is None or source.data_ptr() != values.data_ptr():
-            self._filled_at = (-1, -1)
-        if state != self._filled_at:
-            if self.dense is None:
-                # A tensor created in inference mode could not be written outside it.
-                with torch.inference_mode(False):
-                    self.dense = torch.empty(layout.shape, dtype=self.dtype, device=values.device)
-            layout.fill(self.dense, values)
-            # Keep the values' storage alive, so that no other values are allocated at its address.
-            # The parameter itself would follow to the address of new ``data``.
-            self._source, self._filled_at = values.detach(), state
-        assert self.dense is not None
-        return self.dense
-
-    def release(self) -> None:
-        """Free the memory until the next use."""
-        self.dense = self._source = None
-
-    def __reduce__(self) -> Any:
-        return DenseCopy, ()
-
-
-class _OptimizerSteps:
-    """Counts the steps of all optimizers in this process while there are dense copies.
-
-    A dense copy does not know which optimizers hold its parameter, so one of torch's hooks for all
-    optimizers serves all copies, and goes with the last of them.
-    """
-
-    def __init__(self) -> None:
-        counter = weakref.proxy(self)
-        handle = register_optimizer_step_post_hook(lambda *_: counter.add())
-        weakref.finalize(self, handle.remove)
-        self.count = 0
-
-    def add(self) -> None:
-        self.count += 1
-
-
-_counters: weakref.WeakValueDictionary[str, _OptimizerSteps] = weakref.WeakValueDictionary()
-
-
-def _optimizer_steps() -> _OptimizerSteps:
-    counter = _counters.get("of this process")
-    if counter is None:
-        counter = _counters["of this process"] = _OptimizerSteps()
-    return counter

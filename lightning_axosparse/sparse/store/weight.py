@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.store.copies import DenseCopy
 from lightning_axosparse.sparse.store.layout import Layout, row_length
-from lightning_axosparse.sparse.store.materialize import DenseCopy, DenseForm
+from lightning_axosparse.sparse.store.materialize import DenseForm
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
     backward_transformed,

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from lightning_axosparse import densify, load_sparse, save_safetensors, sparsify
 from lightning_axosparse.sparse.module.parameters import forget, owners, pack, state_bytes, unpack
 from lightning_axosparse.sparse.ops import torch_functions
-from lightning_axosparse.sparse.store import materialize
+from lightning_axosparse.sparse.store import copies
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import copy_pays
 from tests.sparse.masking import apply_masks, random_masks, unpruned
@@ -96,7 +96,7 @@ def test_it_is_filled_once_a_step(fused, fills, monkeypatch):
 
 
 def test_the_hook_that_counts_steps_goes_with_the_last_copy(monkeypatch):
-    monkeypatch.setattr(materialize, "_counters", weakref.WeakValueDictionary())
+    monkeypatch.setattr(copies, "_process", weakref.WeakValueDictionary())
     gc.collect()  # what other tests have left
     before, (one, other) = list(_global_optimizer_post_hooks), (resident(), resident())
     for model in (one, other):
