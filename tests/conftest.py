@@ -24,6 +24,7 @@ LAST = {"distributed", "pipeline", "planning", "pruning", "sparse", "support"}
 SLOW = (
     "benchmarks/test_gpu.py::test_steps",
     "benchmarks/test_gpu.py::test_training_keeps",
+    "benchmarks/test_gpu.py::test_two_ranks",
     "benchmarks/test_inference.py::test_every_row_runs",
     "benchmarks/test_inference.py::test_generate_of_gpt2_runs",
     "benchmarks/test_memory.py::test_every_row",

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from benchmarks.gpu import kernels, products, step, training
+from benchmarks.gpu import kernels, products, stages, step, training
 
 
 def table(main, monkeypatch, capsys, *arguments):
@@ -51,3 +51,12 @@ def test_a_row_outside_its_bound_fails(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         table(training.main, monkeypatch, capsys)
     assert end.value.code == 1
+
+
+def test_two_ranks_keep_to_the_losses_of_one_process(monkeypatch, capsys):
+    names = ("one process", "two stages", "two replicas, shard_optimizer", "tensor_parallel")
+    monkeypatch.setattr(stages, "ROWS", {name: stages.ROWS[name] for name in names})
+    with pytest.raises(SystemExit) as end:
+        table(stages.main, monkeypatch, capsys)
+    rows = cells("\n\n" + capsys.readouterr().out)
+    assert end.value.code == 0, rows
