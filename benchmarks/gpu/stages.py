@@ -68,7 +68,7 @@ class Data(L.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer is not None
-        share: dict[str, int] = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {})
+        share: dict[str, Any] = getattr(self.trainer.strategy, "distributed_sampler_kwargs", {})
         sampler = DistributedSampler[Any](self._tokens, **share, shuffle=False)
         return DataLoader(self._tokens, SAMPLES // sampler.num_replicas, sampler=sampler)
 
