@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import lightning_axosparse
-from lightning_axosparse.cli.sweep import CURVES
 
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "lightning_axosparse"
@@ -19,52 +18,13 @@ API = sorted((REPOSITORY / "docs" / "api").glob("*.md"))
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
 
 
-def inline_code(text: str) -> list[str]:
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return re.findall(r"`([^`\n]+)`", text)
-
-
-PATHS = {
-    code for code in inline_code(ARCHITECTURE) if re.fullmatch(r"[\w./]*(\.py|\.yaml|/)", code)
-}
-
-
-def test_paths_exist() -> None:
+def test_paths_of_the_architecture_exist() -> None:
+    text = re.sub(r"```.*?```", "", ARCHITECTURE, flags=re.DOTALL)
+    paths = re.findall(r"`([\w./]*(?:\.py|\.yaml|/))`", text)
+    assert paths
     rooms = (PACKAGE / name for name in ("distributed", "strategy", "callbacks"))
     roots = [REPOSITORY, PACKAGE, *rooms]
-    assert {"pipeline/engine.py", "support/"} <= PATHS
-    assert [
-        path for path in sorted(PATHS) if not any((root / path).exists() for root in roots)
-    ] == []
-
-
-OF_OTHERS = {
-    "fit-profile.txt": "Lightning's profiler",
-    "hpc_ckpt_N.ckpt": "Lightning, as N goes up",
-    "my_project.py": "the user",
-    "optimization_results.yaml": "Optuna's sweeper",
-    **{f"{name}.png": "a sweep, a picture for each curve" for name in CURVES},
-}
-"""File that a page names -> who writes it; all others are written under names in the sources."""
-FILE = r"[\w./-]*\w\.(json|jsonl|html|png|svg|csv|txt|pt|yaml|yml|toml|md|py|sh|ipynb|ckpt)"
-
-
-def test_files_that_a_page_names_exist_or_are_written() -> None:
-    names = ["axosparse_commands", "conf", "docs", "examples", "benchmarks", "notebooks", "tests"]
-    folders = [PACKAGE, *(REPOSITORY / name for name in [*names, ".github"])]
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    there = {path.name for path in [*files, *REPOSITORY.glob("*")]}
-    code = [path for path in files if path.suffix in (".py", ".yaml") and "tests" not in path.parts]
-    sources = "\n".join(path.read_text() for path in code)
-    named = {
-        code.rpartition("/")[2]
-        for page in [*PAGES, *(REPOSITORY / "benchmarks").glob("*/README.md")]
-        for code in inline_code(page.read_text())
-        if re.fullmatch(FILE, code)
-    }
-    assert {"report.html", "ticket.pt", "metrics.json"} <= named
-    missing = {name for name in named - there if name not in sources}
-    assert missing == OF_OTHERS.keys()
+    assert [path for path in paths if not any((root / path).exists() for root in roots)] == []
 
 
 def test_links_lead_somewhere() -> None:
@@ -84,11 +44,10 @@ def test_links_lead_somewhere() -> None:
             assert anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-def test_a_short_navigation_leads_to_every_page() -> None:
+def test_the_navigation_leads_to_every_page() -> None:
     docs = REPOSITORY / "docs"
     _, _, navigation = (REPOSITORY / "mkdocs.yml").read_text().partition("\nnav:\n")
     reached = {docs / name for name in re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)}
-    assert len(reached) <= 20
     pages = {*PAGES[1:], *API, *(REPOSITORY / "benchmarks").glob("*/README.md")}
     notebooks = {*(REPOSITORY / "notebooks").glob("*.ipynb")}
     new = reached

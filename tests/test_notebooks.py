@@ -18,12 +18,6 @@ def named_files(notebook: nbformat.NotebookNode) -> list[str]:
     return re.findall(r"`([\w.-]+/[\w./-]+\.\w+)`", text)
 
 
-def test_a_notebook_names_files() -> None:
-    assert "quickstart/timeline-sparse.json" in [
-        name for path in NOTEBOOKS for name in named_files(nbformat.read(path, as_version=4))
-    ]
-
-
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)

@@ -43,7 +43,3 @@ def test_block(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for promised in re.findall(r"# (torch\.Size\(\[[\d, ]+\]\))", BLOCKS[name]):
         assert promised in done.stdout
-
-
-def test_there_are_blocks() -> None:
-    assert len(BLOCKS) >= 5

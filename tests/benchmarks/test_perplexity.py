@@ -254,41 +254,35 @@ def test_what_reports_is_not_what_chooses():
             assert {job.task for job in plan.jobs(phase)} >= {job.task for job in each.jobs}
 
 
-def test_rates_are_a_cosine_to_a_tenth_or_a_line_to_zero(folder):
-    steps = range(TINY.all_steps)
-    warm = round(TINY.model(1e-2).warmup * TINY.all_steps)
-    after = TINY.all_steps - warm
-    usual = Training(TINY, Arm(rate=1e-2), 0, TINY.texts(folder))
-    line = Training(TINY, Arm(rate=1e-2, final=0.0, shape="linear"), 0, TINY.texts(folder))
-    assert [usual.rate(step) for step in range(warm)] == [line.rate(step) for step in range(warm)]
-    for step in steps[warm:]:
-        done = (step - warm) / after
-        assert usual.rate(step) == 1e-2 * (0.55 + 0.45 * math.cos(math.pi * done))
-        assert line.rate(step) == pytest.approx(1e-2 * (1 - done))
-    assert line.rate(steps[-1]) == pytest.approx(1e-2 / after)
-    tenth = Training(TINY, Arm(rate=1e-2, shape="linear"), 0, TINY.texts(folder))
-    assert tenth.rate(TINY.all_steps) == pytest.approx(1e-3)
-    flat = Training(TINY, Arm(rate=1e-2, final=1.0), 0, TINY.texts(folder))
-    assert {flat.rate(step) for step in steps[warm:]} == {1e-2}
+def kept_at(step, ramp):
+    """What is left of :data:`GRADUAL` with another ramp, if masks changed at every step."""
+    progress = min(max((step - BEGIN) / (DRAW - BEGIN), 0), 1)
+    return 1 - 0.8 * (1 - (1 - progress) ** ramp)
 
 
-@pytest.mark.parametrize("ramp", [2.0, 3.0, 5.0])
-def test_rates_rise_as_less_is_kept(folder, ramp):
-    arm = replace(GRADUAL, ramp=ramp)
-    usual = Training(TINY, arm, 0, TINY.texts(folder))
-    rising = Training(TINY, replace(arm, rise=0.25), 0, TINY.texts(folder))
+def test_rates_decay_by_shape_and_end_and_rise_as_less_is_kept(folder):
+    def rates(arm, **changed):
+        training = Training(TINY, replace(arm, **changed), 0, TINY.texts(folder))
+        return [training.rate(step) for step in range(TINY.all_steps)]
+
+    dense, warm = Arm(rate=1e-2), round(TINY.model(1e-2).warmup * TINY.all_steps)
+    usual, flat, tenth = rates(dense), rates(dense, final=1.0), rates(dense, shape="linear")
+    line = rates(dense, final=0.0, shape="linear")
+    rising = rates(GRADUAL, ramp=5.0, rise=0.25)
+    assert usual[:warm] == line[:warm]
+    assert rates(dense, rise=0.25) == usual
     for step in range(TINY.all_steps):
-        progress = min(max((step - BEGIN) / (DRAW - BEGIN), 0), 1)
-        kept = 1 - 0.8 * (1 - (1 - progress) ** ramp)
-        assert rising.rate(step) == pytest.approx(usual.rate(step) * kept**-0.25)
-    assert rising.rate(DRAW) == pytest.approx(usual.rate(DRAW) * 5**0.25)
-    dense = Training(TINY, Arm(rate=1e-2, rise=0.25), 0, TINY.texts(folder))
-    assert dense.rate(DRAW) == usual.rate(DRAW)
+        done = (step - warm) / (TINY.all_steps - warm)
+        if step >= warm:
+            assert usual[step] == 1e-2 * (0.55 + 0.45 * math.cos(math.pi * done))
+            assert flat[step] == 1e-2
+            assert tenth[step] == pytest.approx(1e-2 * (1 - 0.9 * done))
+            assert line[step] == pytest.approx(1e-2 * (1 - done))
+        assert rising[step] == pytest.approx(usual[step] * kept_at(step, 5) ** -0.25)
 
 
-@pytest.mark.parametrize("ramp", [2.0, 3.0, 5.0])
-def test_the_ramp_says_how_much_is_pruned_when(folder, ramp):
-    training = Training(TINY, replace(GRADUAL, ramp=ramp), 0, TINY.texts(folder))
+def test_the_ramp_says_how_much_is_pruned_when(folder):
+    training = Training(TINY, replace(GRADUAL, ramp=5.0), 0, TINY.texts(folder))
     found = {}
     while training.step < TINY.all_steps:
         training.advance()
@@ -297,8 +291,7 @@ def test_the_ramp_says_how_much_is_pruned_when(folder, ramp):
             found[training.step - 1] = float(kept.double().mean())
     assert min(found) == BEGIN
     for step, kept in found.items():
-        progress = (min(step, DRAW) - BEGIN) // 4 * 4 / (DRAW - BEGIN)  # every 4 steps
-        assert kept == pytest.approx(1 - 0.8 * (1 - (1 - progress) ** ramp), abs=1e-4)
+        assert kept == pytest.approx(kept_at(step // 4 * 4, 5), abs=1e-4)  # every 4 steps
 
 
 def test_a_floor_of_rows_keeps_as_many_entries_elsewhere(folder):
@@ -313,6 +306,11 @@ def test_a_floor_of_rows_keeps_as_many_entries_elsewhere(folder):
 
 
 def test_own_rates_are_those_of_a_group_for_each_weight(folder):
+    kept = {"thin": 1, "middle": 20, "mean": 26, "thick": 100, "none": 0, "other": 9}
+    masks = {name: torch.arange(100) < number for name, number in kept.items()}  # in all 0.26
+    wanted = {"thin": 3.0, "middle": 1.3**0.5, "mean": 1.0, "thick": 0.26**0.5, "none": 3.0}
+    assert own_factors(masks, 0.5) == pytest.approx({**wanted, "other": (26 / 9) ** 0.5})
+    assert own_factors(masks, 1.0)["thick"] == 0.5
     training = trained(replace(GRADUAL, own_rates=0.5), folder, steps=DRAW + 2)
     factors = own_factors(training.pruner.masks, 0.5)
     assert min(factors.values()) < 0.95
@@ -333,19 +331,6 @@ def test_own_rates_are_those_of_a_group_for_each_weight(folder):
         torch.testing.assert_close(training.model.get_parameter(name), weight.detach())
     for name, mask in training.pruner.masks.items():
         assert not training.model.get_parameter(name)[~mask].any()
-
-
-def test_own_rates_are_clamped():
-    def of(kept):
-        return torch.arange(100) < kept
-
-    masks = {"thin": of(1), "middle": of(20), "mean": of(26), "thick": of(100), "none": of(0)}
-    masks["other"] = of(9)
-    factors = own_factors(masks, 0.5)  # 156 of 600 entries: 0.26
-    wanted = {"thin": 3.0, "middle": 1.3**0.5, "mean": 1.0, "thick": 0.26**0.5, "none": 3.0}
-    assert factors == pytest.approx({**wanted, "other": (26 / 9) ** 0.5})
-    assert own_factors(masks, 1.0)["thick"] == 0.5
-    assert own_factors({}, 0.5) == {}
 
 
 def test_ham_multiplies_matrices_after_each_step(folder):

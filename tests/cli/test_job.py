@@ -41,19 +41,15 @@ def test_a_folder_tells_how_its_job_ended(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("callback", "arm", "ratio"), [(None, "dense", None), ({}, "dense", None)])
-def test_a_run_without_an_arm_is_dense_without_a_callback(callback, arm, ratio, tmp_path):
-    write_job(tmp_path / "a", "", 0.5)
+@pytest.mark.parametrize(
+    ("callback", "arm", "ratio"),
+    [(None, "dense", None), ({}, "dense", None), ({"_target_": "Some"}, "ticket", 0.5)],
+)
+def test_a_run_without_an_arm_is_a_ticket_if_it_prunes(callback, arm, ratio, tmp_path):
+    write_job(tmp_path / "a", "", 0.7)
     config = {"seed": 0, "pruning": {"ratio": 0.5, "callback": callback}}
     OmegaConf.save(config, tmp_path / "a" / ".hydra" / "config.yaml")
     assert (Job.read(tmp_path / "a").arm, Job.read(tmp_path / "a").ratio) == (arm, ratio)
-
-
-def test_a_run_without_an_arm_that_prunes_is_a_ticket(tmp_path):
-    write_job(tmp_path / "a", "", 0.5)
-    config = {"seed": 0, "pruning": {"ratio": 0.7, "callback": {"_target_": "Some"}}}
-    OmegaConf.save(config, tmp_path / "a" / ".hydra" / "config.yaml")
-    assert (Job.read(tmp_path / "a").arm, Job.read(tmp_path / "a").ratio) == ("ticket", 0.7)
 
 
 def test_jobs_stand_in_the_order_of_their_numbers(tmp_path):

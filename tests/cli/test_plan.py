@@ -36,7 +36,7 @@ def test_divided_optimizer_state_makes_shorter_pipelines_fit(
 def test_state_is_divided_on_grids_that_spread_experts_and_split_layers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = ["--experts", "4", "--tensor", "1", "2", "--shard-optimizer"]
+    options = ["--experts", "4", "2", "--tensor", "1", "2", "--shard-optimizer"]
     main([*SMALL, "--best", "200", *options])
     printed = capsys.readouterr().out
     assert re.search(r"\d x 2 x \d+ ", printed)
@@ -82,19 +82,3 @@ def test_arguments_out_of_range_are_rejected(
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
-
-
-def test_ranks_may_share_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*SMALL, "--tensor", "1", "2", "--best", "80"])
-    assert "1 x 2 x 2" in capsys.readouterr().out
-
-
-def test_experts_may_be_spread(capsys: pytest.CaptureFixture[str]) -> None:
-    main([*SMALL, "--experts", "8", "2", "--best", "80"])
-    printed = capsys.readouterr().out
-    rows = [line.split() for line in printed.splitlines() if line.count(" x ") == 2]
-    memory = {" ".join(row[:4]): float(row[-5]) for row in rows if row[:3] == ["1", "x", "4"]}
-    assert any(row[3] == "(4)" for row in rows)
-    assert min(m for grid, m in memory.items() if "(4)" in grid) < min(
-        m for grid, m in memory.items() if "(" not in grid
-    )

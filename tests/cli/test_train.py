@@ -62,23 +62,6 @@ def configured(*overrides: str) -> DictConfig:
         return compose("config", list(overrides))
 
 
-def test_groups():
-    assert GROUPS == [
-        "arm",
-        "callbacks",
-        "data",
-        "debug",
-        "experiment",
-        "hparams_search",
-        "hydra",
-        "logger",
-        "model",
-        "pruning",
-        "strategy",
-        "trainer",
-    ]
-
-
 @pytest.mark.parametrize("chosen", choices(), ids=" ".join)
 def test_every_choice_composes_and_describes_objects_that_exist(chosen, tmp_path):
     # An experiment may override a group, so a choice is added to the defaults by its own name.
@@ -94,14 +77,6 @@ def test_every_choice_composes_and_describes_objects_that_exist(chosen, tmp_path
     if isinstance(config.strategy, DictConfig):
         strategy = instantiate(config.strategy).config
         assert config.trainer.devices % strategy.ranks_per_pipeline == 0
-
-
-def test_the_main_job_is_the_default():
-    config = configured("folder=here")
-    assert config.trainer.devices == 2
-    assert config.strategy.g_inter == 2
-    assert config.data.path is None
-    assert 0 < config.pruning.start < config.pruning.end < 1
 
 
 def test_ranks_share_layers_by_overrides():
@@ -150,11 +125,6 @@ def test_ratio_reaches_the_callback():
 )
 def test_a_width_alone_has_heads_that_divide_it(overrides, heads):
     assert configured("folder=here", *overrides).model.heads == heads
-
-
-def test_one_process_of_plain_lightning_for_comparison():
-    config = configured("strategy=single", "folder=here")
-    assert (config.strategy, config.trainer.devices, config.pruning.callback) == ("auto", 1, None)
 
 
 def test_the_model_has_an_example_to_time_its_layers_on():

@@ -133,22 +133,6 @@ class Binary(Module):
         return TensorDataset(x, (x[:, 0] > 0.4).float())
 
 
-class Labels(Module):
-    """Several labels at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = mlp(FEATURES, CLASSES)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(self(x), y)
-
-    @classmethod
-    def dataset(cls, seed: int) -> Dataset:
-        x = torch.randn(BATCHES * SAMPLES, FEATURES, generator=numbers(seed))
-        return TensorDataset(x, (x[:, :CLASSES] > 0.4).float())
-
-
 class Tagger(Module):
     """Tags the words of sentences of different lengths, in batches that are dicts."""
 

@@ -14,7 +14,3 @@ def test_a_published_module_is_right_or_told(name: str) -> None:
     which = PUBLISHED[name]
     outcome = compare(which)
     assert outcome.kind in allowed_outcomes(which), outcome
-
-
-def test_many_modules_are_tried() -> None:
-    assert len(PUBLISHED) >= 14

@@ -142,8 +142,6 @@ def test_too_little_text(text):
     data.setup("fit")
     with pytest.raises(MisconfigurationException, match=r"35 training windows.*batch_size=64"):
         data.train_dataloader()
-    with pytest.raises(MisconfigurationException, match=r"held_out=0\.5"):
-        TextDataModule(text, held_out=0.5)
 
 
 def test_digits_are_split_without_overlap_and_always_alike() -> None:

@@ -244,11 +244,6 @@ def killed_while_connecting() -> None:
     train(Plain(), timeout=60)
 
 
-class Crashes(Plain):
-    def go_wrong(self) -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
-
-
 class KillsItsProxy(Plain):
     def go_wrong(self) -> None:
         os.kill(this_rank().proxy, signal.SIGKILL)

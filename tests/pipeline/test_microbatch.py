@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import lightning as L
 import pytest
@@ -24,50 +23,16 @@ from lightning_axosparse.pipeline.microbatch import (
 from tests.parity.cases import trainer
 
 
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-@dataclass
-class Sample:
-    x: Tensor
-    name: str
-
-
 @given(size=st.integers(1, 23), wanted=st.integers(1, 30))
 def test_parts_are_nearly_equal_and_in_order(size: int, wanted: int) -> None:
     batch = (torch.arange(size), {"y": torch.arange(size * 2).view(size, 2)})
     parts = split(batch, wanted)
+    assert samples(batch) == size
     assert len(parts) == min(size, wanted)
     assert max(p.size for p in parts) - min(p.size for p in parts) <= 1
     assert [p.begin for p in parts] == [sum(q.size for q in parts[:n]) for n in range(len(parts))]
     assert torch.equal(torch.cat([p.batch[0] for p in parts]), batch[0])
     assert torch.equal(torch.cat([p.batch[1]["y"] for p in parts]), batch[1]["y"])
-
-
-def test_named_tuples_dataclasses_strings_and_scalars() -> None:
-    batch = {
-        "pair": Pair(torch.zeros(4, 1), torch.ones(4)),
-        "names": ["a", "b", "c", "d"],
-        "sample": Sample(torch.ones(4), "all"),
-        "rate": torch.tensor(0.5),
-        "none": None,
-    }
-    first, second = (part.batch for part in split(batch, 2))
-    assert isinstance(first["pair"], Pair)
-    assert second["pair"].x.shape == (2, 1)
-    assert (first["names"], second["names"]) == (["a", "b"], ["c", "d"])
-    assert (type(second["sample"]), second["sample"].name) == (Sample, "all")
-    assert second["sample"].x.shape == (2,)
-    assert first["rate"] is batch["rate"]
-    assert first["none"] is None
-    assert samples(batch) == 4
-
-
-def test_tensors_of_different_length_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch\[1\] of shape \(3, 3\).*split_batch"):
-        split((torch.zeros(4), torch.zeros(3, 3)), 2)
 
 
 def test_a_batch_without_tensors_is_one_microbatch() -> None:

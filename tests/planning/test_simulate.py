@@ -173,14 +173,7 @@ def test_a_step_takes_no_less_than_its_longest_path_and_no_more_than_all_of_it_i
 
 @pytest.mark.parametrize(
     ("sigma", "limit", "ratio"),
-    [
-        (0.3, 8, 0.91),
-        (0.6, 8, 0.88),
-        (1.0, 8, 0.86),
-        (0.3, 4, 1.00),
-        (0.6, 4, 1.00),
-        (0.6, 16, 0.85),
-    ],
+    [(1.0, 8, 0.86), (0.6, 4, 1.00), (0.6, 16, 0.85)],
 )
 def test_under_jitter_slack_in_flight_beats_1f1b(sigma: float, limit: int, ratio: float) -> None:
     """Four stages, 16 micro-batches: medians over 40 seeds, found first by another simulator."""
@@ -194,7 +187,7 @@ def test_under_jitter_slack_in_flight_beats_1f1b(sigma: float, limit: int, ratio
 
 @pytest.mark.parametrize(
     ("latency", "limit", "ratio"),
-    [(0.5, 8, 0.845), (1, 8, 0.741), (2, 8, 0.64), (2, 16, 0.611), (0.5, 4, 1.0), (2, 4, 1.0)],
+    [(1, 8, 0.741), (2, 16, 0.611), (2, 4, 1.0)],
 )
 def test_under_latency_slack_in_flight_beats_1f1b(latency: float, limit: int, ratio: float) -> None:
     wire = Wire(latency=latency)

@@ -1,8 +1,9 @@
-"""Random masks, and masked dense modules to compare sparse ones with."""
+"""Random masks, and what to compare sparse modules and their products with."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -40,3 +41,13 @@ def sparse_and_dense(
 def unpruned(name: str, tensor: Tensor, masks: dict[str, Tensor]) -> Tensor:
     """Return the entries of a dense ``tensor`` that the sparse parameter of that name keeps."""
     return tensor[masks[name]] if name in masks else tensor
+
+
+def close(found: Tensor, function: Callable[..., Tensor], *factors: Tensor) -> None:
+    """Assert that float32 sums of products are the exact ones, but for their rounding.
+
+    That is bounded by the sum of the absolute values of what is added.
+    """
+    exact = function(*(factor.double() for factor in factors))
+    magnitude = function(*(factor.double().abs() for factor in factors))
+    assert torch.all((found.double() - exact).abs() <= 1e-5 * magnitude)

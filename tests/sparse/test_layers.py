@@ -107,6 +107,17 @@ class Own(nn.Module):
         return x @ self.parts[0] @ self.parts[1].t()
 
 
+class Experts(nn.Module):
+    """Reads matrix after matrix of a stack."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x):
+        return sum(x @ self.weight[expert] for expert in range(3))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant):
         super().__init__()
@@ -156,6 +167,7 @@ LAYERS = {
     "rnn_cell": (lambda: Cell(nn.RNNCell(8, 6)), sequence),
     "twice": (Twice, sequence),
     "own": (Own, sequence),
+    "experts": (Experts, sequence),
     "checkpoint": (lambda: Checkpointed(use_reentrant=False), sequence),
     "checkpoint_reentrant": (lambda: Checkpointed(use_reentrant=True), sequence),
     "weight_norm": (
@@ -164,7 +176,8 @@ LAYERS = {
     ),
 }
 DIRECT = {"linear", "transformers_conv1d", "twice", "checkpoint", "checkpoint_reentrant"}
-layer_types = pytest.mark.parametrize("name", LAYERS)
+layer_types = pytest.mark.parametrize("name", [name for name in LAYERS if name != "experts"])
+"""Experts have tests of their own."""
 
 
 def build(name):
@@ -400,7 +413,9 @@ def test_an_ensemble_of_values_shares_one_mask():
 
 
 @pytest.mark.parametrize("through", ["the parameter", "the weight as it reads"])
-@pytest.mark.parametrize("name", ["linear", "conv2d", "attention", "lstm", "tied", "own"])
+@pytest.mark.parametrize(
+    "name", ["linear", "conv2d", "attention", "lstm", "tied", "own", "experts"]
+)
 def test_a_change_between_forward_and_backward_is_detected(name, through):
     module, inputs, masks = build(name)
     sparse, _ = sparse_and_dense(module, masks)

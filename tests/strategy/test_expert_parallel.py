@@ -24,7 +24,6 @@ from tests.parity.test_expert_parallel import LAYERS, Adapted, Experts, Mixtral,
     [
         ({"transport": "loopback"}, "transport='loopback' does not work with expert_parallel=2"),
         ({"g_inter": 2, "regrid": 1}, "regrid=1 does not work"),
-        ({"expert_parallel": 0}, "expert_parallel=0 must be"),
     ],
 )
 def test_arguments(options: dict[str, Any], message: str) -> None:

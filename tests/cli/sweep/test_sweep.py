@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from axosparse_commands.overrides import config_folder
 from lightning_axosparse.cli import sweep as gathering
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import Job
@@ -109,11 +108,3 @@ def test_a_sweep_that_is_stopped_resumed_and_mended(monkeypatch, tmp_path, capsy
     ):
         entry.main()
     assert Job.read(folder / "dense-seed0").status == "finished"
-
-
-def test_every_arm_of_the_page_is_there():
-    named = re.findall(r"`(\w+)`", re.sub(r"(?m)^(?!\| `).*$", "", PAGE.read_text()))
-    arms = {file.stem for file in (config_folder() / "arm").glob("*.yaml")}
-    assert arms <= {*named}
-    swept = (config_folder() / "experiment" / "ratio_sweep.yaml").read_text()
-    assert all(re.search(rf"\b{arm}\b", swept) for arm in arms)

@@ -88,13 +88,6 @@ class F1ThatIsZeroAtFirst(Binary):
         return torch.optim.Adam(self.parameters(), 0.1)
 
 
-@entry(Embedding, trainer={"max_epochs": 4})
-def variance_hinge_that_wakes_later(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """It is zero at first, as the spread of the outputs is large."""
-    z = 60 * self(x)
-    return 1e-3 * z.pow(2).mean() + F.relu(0.5 - z.var(dim=0)).mean()
-
-
 @entry(equal=True)
 class AnnealsAHyperparameter(Regression):
     def __init__(self, beta: float = 0.1) -> None:

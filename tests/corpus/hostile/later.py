@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.corpus.harness import entry
-from tests.corpus.hostile.counts import ONE_SAMPLE
 from tests.corpus.modules import Regression, Scalar, Tagger
+
+ONE_SAMPLE = {"microbatches": None}
+"""Of a batch of eight, two stages make micro-batches of one sample by default."""
 
 
 @entry(Regression)

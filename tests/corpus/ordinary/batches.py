@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -13,15 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import (
-    SAMPLES,
-    WORDS,
-    Module,
-    Regression,
-    Rows,
-    Tagger,
-    numbers,
-)
+from tests.corpus.modules import SAMPLES, Regression, Tagger, numbers
 
 
 def _rows(seed: int) -> tuple[Tensor, Tensor]:
@@ -43,16 +34,6 @@ class Samples(Dataset):
 
 def loaded(make: Any, **options: Any) -> Any:
     return lambda seed: DataLoader(Samples(seed, make), batch_size=SAMPLES, **options)
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-@entry(Regression, loaders=loaded(lambda x, y, i: Pair(x, y)))
-def named_tuple(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return F.mse_loss(self(batch.x), batch.y)
 
 
 @entry(Regression, loaders=loaded(lambda x, y, i: {"in": {"x": x}, "out": [y, 2 * y]}))
@@ -101,14 +82,6 @@ def stream_of_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y)
 
 
-class Batches(IterableDataset):
-    def __init__(self, seed: int) -> None:
-        self.columns = _rows(seed)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from zip(*(column.split(8) for column in self.columns), strict=True)
-
-
 def _time_first(samples: list[Any]) -> Any:
     return torch.stack([x[:, None] for x, _ in samples], 1), torch.stack([y for _, y in samples])
 
@@ -151,21 +124,6 @@ def lists_of_tensors(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(self(torch.stack(xs)), torch.stack(ys))
 
 
-@dataclass
-class Record:
-    x: Tensor
-    y: Tensor
-
-
-def _record(samples: list[Any]) -> Record:
-    return Record(*torch.utils.data.default_collate(samples))
-
-
-@entry(Regression, loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_record))
-def data_class(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    return F.mse_loss(self(batch.x), batch.y)
-
-
 @entry(
     Regression,
     loaders=lambda seed: CombinedLoader(
@@ -178,20 +136,6 @@ def two_loaders_at_once(self: Any, batch: Any, batch_idx: int) -> Tensor:
     return F.mse_loss(a, ya) + 0.5 * F.mse_loss(b, yb)
 
 
-@entry(Regression, loaders=loaded(lambda x, y, i: (x, x + 0.1, y)))
-def two_views(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    first, second, y = batch
-    a, b = self(torch.cat([first, second])).chunk(2)
-    return F.mse_loss(a, y) + F.mse_loss(a, b)
-
-
-@entry(Regression, loaders=loaded(lambda x, y, i: (x, x.flip(0), -x, y)))
-def triplets(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    anchor, positive, negative, _ = batch
-    z = self(torch.cat([anchor, positive, negative]))
-    return F.triplet_margin_loss(*z.chunk(3))
-
-
 @entry()
 class SeveralValidationLoaders(Regression):
     def val_dataloader(self) -> Any:
@@ -199,41 +143,3 @@ class SeveralValidationLoaders(Regression):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.loss(*batch))
-
-
-class Recommender(Module):
-    """Users, items and ratings."""
-
-    pipeline: Any = "model"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users, self.items = nn.Embedding(WORDS, 6), nn.Embedding(WORDS, 6)
-        self.model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1))
-
-    @classmethod
-    def dataset(cls, seed: int) -> Dataset:
-        generator = numbers(seed)
-        users = torch.randint(WORDS, (24,), generator=generator)
-        items = torch.randint(WORDS, (24, 3), generator=generator)
-        return Rows(user=users, item=items, rating=(users % 5).float())
-
-
-@entry(Recommender)
-def ratings(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    both = torch.cat([self.users(batch["user"]), self.items(batch["item"][:, 0])], -1)
-    return F.mse_loss(self.model(both).squeeze(-1), batch["rating"])
-
-
-@entry(Tagger)
-def bag_of_words(self: Any, batch: dict[str, Tensor]) -> Tensor:
-    logits, mask = self(batch["words"]), batch["mask"].float()
-    pooled = (logits * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-    return F.cross_entropy(pooled, batch["words"][:, 0])
-
-
-@entry(Tagger)
-def last_token_of_each(self: Any, batch: dict[str, Tensor]) -> Tensor:
-    logits = self(batch["words"])
-    last = logits[torch.arange(len(logits)), batch["lengths"] - 1]
-    return F.cross_entropy(last, batch["words"][:, 0])

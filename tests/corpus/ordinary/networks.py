@@ -121,35 +121,6 @@ class Residual(nn.Module):
 
 
 @entry()
-class ResidualSumsInTheLoop(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
-        self.head = nn.Linear(FEATURES, OUTPUTS)
-
-    def forward(self, x: Tensor) -> Any:
-        for layer in self.model:
-            x = x + torch.tanh(layer(x))
-        return self.head(x)
-
-
-@entry()
-class UNet(Segmentation):
-    pipeline = ("downs", "ups")
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.model
-        self.downs = nn.ModuleList([nn.Conv2d(2, 4, 3, 1, 1), nn.Conv2d(4, 8, 3, 2, 1)])
-        self.ups = nn.ModuleList([nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(8, 3, 3, 1, 1)])
-
-    def forward(self, x: Tensor) -> Any:
-        first = self.downs[0](x).relu()
-        x = self.ups[0](self.downs[1](first).relu())
-        return self.ups[1](torch.cat([x, first], 1))
-
-
-@entry()
 class TiedEmbeddings(Tagger):
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink, encode
+from lightning_axosparse.pipeline.crossing.message import Activation, encode
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.stage_step import Rerun
@@ -61,20 +61,6 @@ class Layer(nn.Module):
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(Layer() for _ in range(LAYERS)))
-
-
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Activation]:
-    """The activations that have been sent between stages."""
-    messages: list[Activation] = []
-    send = LoopbackLink.send_activation
-
-    def record(link: LoopbackLink, activation: Activation) -> Any:
-        messages.append(activation)
-        return send(link, activation)
-
-    monkeypatch.setattr(LoopbackLink, "send_activation", record)
-    return messages
 
 
 @contextmanager

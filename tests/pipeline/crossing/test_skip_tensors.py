@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.pipeline.crossing import message
-from lightning_axosparse.pipeline.crossing.message import Activation, LoopbackLink
+from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.stage_step import Rerun
 from lightning_axosparse.pipeline.step_end import RunAgain
@@ -165,21 +165,7 @@ def layers() -> nn.ModuleList:
     )
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Activation]]:
-    """The activations that have been sent between stages."""
-    messages: list[Activation] = []
-    send = LoopbackLink.send_activation
-
-    def record(link: LoopbackLink, activation: Activation) -> Any:
-        messages.append(copy.copy(activation))
-        return send(link, activation)
-
-    monkeypatch.setattr(LoopbackLink, "send_activation", record)
-    return messages
-
-
-@pytest.mark.parametrize("stages", [2, 3, 6])
+@pytest.mark.parametrize("stages", [2, 6])
 @pytest.mark.parametrize("network", [chain, *SKIPPING])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_values_and_gradients_are_those_of_one_process(

@@ -20,7 +20,7 @@ from lightning_axosparse.sparse.cpu.products import should_run
 from lightning_axosparse.sparse.kernels import products, vectors
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from tests.ranks import PATIENCE, warm_python
-from tests.sparse.masking import random_masks, sparse_and_dense
+from tests.sparse.masking import close, random_masks, sparse_and_dense
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 widths = st.sampled_from([64, 96, 255, 256, 257, 600])
@@ -34,16 +34,6 @@ def weight(height, width, density, seed=0):
     dense = torch.randn(height, width, generator=generator).where(mask, torch.zeros(()))
     layout = layout_of(mask, "segments")
     return dense, layout, layout.compress(dense)
-
-
-def close(found, product, *factors):
-    """Assert that a float32 product of factors is the exact one, but for the rounding of its sums.
-
-    That is bounded by the sum of the absolute values of what is added.
-    """
-    exact = product(*(factor.double() for factor in factors))
-    magnitude = product(*(factor.double().abs() for factor in factors))
-    assert torch.all((found.double() - exact).abs() <= 1e-5 * magnitude)
 
 
 @settings(max_examples=60, deadline=None)
@@ -117,14 +107,6 @@ def test_operands_of_any_strides():
     close(sparse_products.spmm(gradient, values, layout), torch.mm, gradient, dense)
     found = sparse_products.sddmm(gradient, inputs, layout)
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of torch's threads."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):

@@ -10,24 +10,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse import sparsify
-from lightning_axosparse.sparse.module import sparse_module as module_module
 from lightning_axosparse.sparse.ops import convolution
 from tests.sparse.masking import random_masks, sparse_and_dense
 
 
 class Renamed(nn.Conv2d):
     """Another class, but the library's forward."""
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """The weights that were read as dense-shaped tensors."""
-    reads = []
-    read = module_module.read_weight
-    monkeypatch.setattr(
-        module_module, "read_weight", lambda *args: reads.append(args) or read(*args)
-    )
-    return reads
 
 
 def differentiate(layer, inputs, masks, run=lambda layer, inputs: layer(inputs)):

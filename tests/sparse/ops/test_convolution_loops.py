@@ -13,6 +13,7 @@ from lightning_axosparse.sparse.kernels import convolutions
 from lightning_axosparse.sparse.ops import convolution
 from lightning_axosparse.sparse.ops.convolution import Geometry
 from lightning_axosparse.sparse.store.formats import layout_of
+from tests.sparse.masking import close
 
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))
 none_or_more = st.tuples(st.integers(0, 4), st.integers(0, 4))
@@ -34,16 +35,6 @@ def square(images, channels, outputs, kernel, size, stride=1, padding=0, groups=
     weight = (outputs, channels // groups, kernel, kernel)
     steps = ((number, number) for number in (stride, padding, 1))
     return Geometry(weight, (images, channels, size, size), *steps, groups)
-
-
-def close(found, function, *factors):
-    """Assert that float32 sums of products are the exact ones, but for their rounding.
-
-    That is bounded by the sum of the absolute values of what is added.
-    """
-    exact = function(*(factor.double() for factor in factors))
-    magnitude = function(*(factor.double().abs() for factor in factors))
-    assert torch.all((found.double() - exact).abs() <= 1e-5 * magnitude)
 
 
 @settings(max_examples=40, deadline=None)
@@ -101,14 +92,6 @@ def results(geometry):
         convolution.transposed(gradient, values, layout, geometry),
         convolution.sddmm(gradient, images, layout, geometry),
     )
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of torch's threads."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 GEOMETRIES = [

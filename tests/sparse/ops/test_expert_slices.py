@@ -117,14 +117,6 @@ def test_recomputed_experts(stack, dense, inputs, mask):
     torch.testing.assert_close(stack.weight.grad.dense(), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_change_between_forward_and_backward_is_detected(stack, inputs):
-    loss = stack(inputs.requires_grad_())
-    with torch.no_grad():
-        stack._parameters["weight"].add_(1)
-    with pytest.raises(RuntimeError, match="changed in place"):
-        loss.backward()
-
-
 def test_a_parameter_that_is_replaced_frozen_or_moved(stack, inputs):
     kept_alive = stack(inputs)
     parameter = stack._parameters["weight"]

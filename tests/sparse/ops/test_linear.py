@@ -14,7 +14,6 @@ from lightning_axosparse import densify, sparsify
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.module import sparse_module as module_module
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store import layout as layout_module
@@ -33,17 +32,6 @@ class Doubling(nn.Linear):
 
 class Renamed(nn.Linear):
     """Another class, but the library's forward."""
-
-
-@pytest.fixture
-def reads(monkeypatch):
-    """The weights that were read as dense-shaped tensors."""
-    reads = []
-    read = module_module.read_weight
-    monkeypatch.setattr(
-        module_module, "read_weight", lambda *args: reads.append(args) or read(*args)
-    )
-    return reads
 
 
 def sparse_and_dense_layer(module):
@@ -146,8 +134,15 @@ def test_autocast_casts_no_more_than_for_a_dense_layer(dtype):
 ROWS, COLUMNS = 130, 96
 
 
+@pytest.fixture(params=["dense", "sparse"])
+def compute(request, monkeypatch):
+    """How products with a weight that is read here run."""
+    monkeypatch.setattr(DenseForm, "backend", Backend(request.param))
+    return request.param
+
+
 @pytest.fixture
-def several_tiles(monkeypatch):
+def several_tiles(compute, monkeypatch):
     """Tiles of one block (four of them here), and a read weight of any size takes this path."""
     monkeypatch.setitem(layout_module.TILE_ENTRIES, "cpu", 1)
     monkeypatch.setattr(torch_functions, "MIN_ENTRIES", 0)
@@ -166,13 +161,6 @@ def never_whole(several_tiles, monkeypatch):
 
 never_dense = pytest.mark.usefixtures("never_whole")
 in_panels = pytest.mark.usefixtures("several_tiles")
-
-
-@pytest.fixture(params=["dense", "sparse"], autouse=True)
-def compute(request, monkeypatch):
-    """How products with a weight that is read here run."""
-    monkeypatch.setattr(DenseForm, "backend", Backend(request.param))
-    return request.param
 
 
 def read(values, layout):
@@ -276,6 +264,7 @@ def test_formats(index_format):
     agree(F.linear, torch.randn(3, COLUMNS), index_format=index_format)
 
 
+@pytest.mark.usefixtures("compute")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("name", ["bias", "matmul"])
 def test_dtypes(name, dtype, request):

@@ -38,6 +38,7 @@ class AsksForTheFolder(BoringModel):
 
 
 def folders(folder: Path, fails_first: int | None, has_logger: bool) -> set[str]:
+    SEEN.clear()
     model = AsksForTheFolder(fails_first)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -55,15 +56,16 @@ def folders(folder: Path, fails_first: int | None, has_logger: bool) -> set[str]
     return set(SEEN)
 
 
-@pytest.mark.parametrize(
-    ("fails_first", "has_logger"), [(None, True), (0, True), (1, True), (None, False)]
-)
-def test_the_folder_is_the_same_in_all_runs_of_a_step(
-    tmp_path: Path, fails_first: int | None, has_logger: bool
-) -> None:
-    expected = tmp_path / "lightning_logs" / "version_0" if has_logger else tmp_path
-    found = run_ranks(2, folders, tmp_path, fails_first, has_logger)
-    assert found == [{str(expected)}] * 2
+def folders_of_all(folder: Path) -> list[set[str]]:
+    """One run after the other: as usual, with first runs that fail on a rank, without a logger."""
+    logged = [folders(folder / str(rank), rank, has_logger=True) for rank in (None, 0, 1)]
+    return [*logged, folders(folder, None, has_logger=False)]
+
+
+def test_the_folder_is_the_same_in_all_runs_of_a_step(tmp_path: Path) -> None:
+    logs = [tmp_path / name / "lightning_logs" / "version_0" for name in ("None", "0", "1")]
+    expected = [{str(path)} for path in (*logs, tmp_path)]
+    assert run_ranks(2, folders_of_all, tmp_path) == [expected] * 2
 
 
 class LogsGraphs(TensorBoardLogger):
@@ -113,8 +115,11 @@ def layers_of_graphs(folder: Path, module: Whole) -> list[set[str]]:
     return logger.layers
 
 
+def graphs_of_both(folder: Path) -> list[list[set[str]]]:
+    return [layers_of_graphs(folder, module) for module in (Whole(), InParts())]
+
+
 def test_the_graph_of_tensorboard_has_the_layers_of_all_stages(tmp_path: Path) -> None:
-    first, other = run_ranks(2, layers_of_graphs, tmp_path, Whole())
-    assert first == [{"__module.layer.0", "__module.layer.1"}]
-    assert other == []
-    assert run_ranks(2, layers_of_graphs, tmp_path, InParts()) == [[], []]
+    first, other = run_ranks(2, graphs_of_both, tmp_path)
+    assert first == [[{"__module.layer.0", "__module.layer.1"}], []]
+    assert other == [[], []]

@@ -103,11 +103,10 @@ PARTS: dict[str, tuple[Any, Step]] = {
 }
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["whole", "by parts"])
 @pytest.mark.parametrize("name", PARTS)
-def test_means_and_sums_equal_one_process(name: str, whole: bool) -> None:
+def test_means_and_sums_equal_one_process(name: str) -> None:
     loss, step = PARTS[name]
-    assert_equals_one_process(step, loss="whole" if whole else loss)
+    assert_equals_one_process(step, loss=loss)
 
 
 WHOLE: dict[str, Step] = {
@@ -128,9 +127,12 @@ WHOLE: dict[str, Step] = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+DRAWN = ["noise of samples", "dropout", "mapped", "a function of autograd", "a shared number"]
+
+
+@pytest.mark.parametrize("name", [*WHOLE, *DRAWN])
 def test_by_default_every_loss_equals_one_process(name: str) -> None:
-    assert_equals_one_process(WHOLE[name])
+    assert_equals_one_process(WHOLE.get(name) or PARTS[name][1])
 
 
 @pytest.mark.parametrize("name", ["standardized", "root", "permuted", "a mean and a sum"])
