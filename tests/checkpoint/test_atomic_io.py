@@ -161,10 +161,6 @@ def test_a_file_may_be_written_while_training_goes_on(
     torch.testing.assert_close(file["state_dict"], waits.weights, rtol=0, atol=0)
 
 
-def folders_of_run(folder: Path, in_a_thread: bool) -> None:
-    files_of_run(folder, in_a_thread, save_distributed_checkpoint=True)
-
-
 def files_of_run(folder: Path, in_a_thread: bool, **options: Any) -> None:
     """Keep the best and the last of three epochs; a thread writes them when training has ended."""
     ended, save = threading.Event(), archive.save
@@ -190,32 +186,33 @@ def files_of_run(folder: Path, in_a_thread: bool, **options: Any) -> None:
         run.fit(Net(), loader(1))
 
 
-def test_a_thread_leaves_the_files_that_stages_leave_without(tmp_path: Path) -> None:
-    for name, in_a_thread in (("plain", False), ("thread", True)):
-        run_ranks(2, files_of_run, tmp_path / name, in_a_thread)
-    plain, thread = (
-        {path.name: torch.load(path, weights_only=False) for path in (tmp_path / name).iterdir()}
-        for name in ("plain", "thread")
-    )
-    assert thread.keys() == plain.keys() == {"epoch=2.ckpt", "last.ckpt"}
-    for name, written in plain.items():
-        for part in ("state_dict", "optimizer_states", "loops"):
-            torch.testing.assert_close(thread[name][part], written[part], rtol=0, atol=0)
+def write_all(folder: Path) -> None:
+    for kind, options in (("files", {}), ("folders", {"save_distributed_checkpoint": True})):
+        for name, in_a_thread in (("plain", False), ("thread", True)):
+            files_of_run(folder / kind / name, in_a_thread, **options)
 
 
-def test_threads_of_all_stages_write_the_folders_that_stages_write(tmp_path: Path) -> None:
-    for name, in_a_thread in (("plain", False), ("thread", True)):
-        arguments = tmp_path / name, in_a_thread
-        run_ranks(2, folders_of_run, *arguments)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two stages have written: files and folders, without a thread and by one."""
+    path = tmp_path_factory.mktemp("written")
+    run_ranks(2, write_all, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["files", "folders"])
+def test_a_thread_leaves_what_stages_leave_without(kind: str, written: Path) -> None:
     plain, thread = (
         {path.name: AtomicCheckpointIO().load_checkpoint(path) for path in folder.iterdir()}
-        for folder in (tmp_path / "plain", tmp_path / "thread")
+        for folder in (written / kind / "plain", written / kind / "thread")
     )
     assert thread.keys() == plain.keys() == {"epoch=2.ckpt", "last.ckpt"}
-    for name, written in plain.items():
-        assert {file.name[:7] for file in (tmp_path / "thread" / name).iterdir()} == FILES
+    for name, content in plain.items():
+        path = written / kind / "thread" / name
+        files = {file.name[:7] for file in path.iterdir()} if path.is_dir() else None
+        assert files == (FILES if kind == "folders" else None)
         for part in ("state_dict", "optimizer_states", "loops"):
-            torch.testing.assert_close(thread[name][part], written[part], rtol=0, atol=0)
+            torch.testing.assert_close(thread[name][part], content[part], rtol=0, atol=0)
 
 
 def folders_of_two_steps(folder: Path, failing: int | None) -> list[float]:
@@ -255,10 +252,9 @@ def test_folders_are_written_while_training_continues(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"step=1.ckpt", "step=2.ckpt"}
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_an_error_of_one_stages_thread_ends_the_run_on_all(tmp_path: Path, stage: int) -> None:
+def test_an_error_of_one_stages_thread_ends_the_run_on_all(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="no space left for it"):
-        run_ranks(2, folders_of_two_steps, tmp_path, stage)
+        run_ranks(2, folders_of_two_steps, tmp_path, 1)
     assert not [path for path in tmp_path.iterdir() if path.suffix == ".ckpt"]
 
 

@@ -119,41 +119,18 @@ def test_a_bucket_with_missing_gradients_delays_the_next_ones(runs: Any) -> None
     assert runs[0]["unused layer"]["early"] == 0
 
 
-def test_buckets_are_reduced_during_the_backward_pass() -> None:
+def test_buckets_are_reduced_as_soon_as_their_gradients_are_final() -> None:
     weight = 4 * 64 * 64
-    assert run_ranks(1, overlap)[0] == [weight, 2 * weight, 3 * weight, 4 * weight]
+    (started,) = run_ranks(1, overlap)
+    assert started[:4] == [weight, 2 * weight, 3 * weight, 4 * weight]
+    assert started[4:] == [0, 0, 0, 0, weight, weight, 4 * weight]
 
 
 def overlap() -> list[int]:
-    import torch.distributed as dist
+    """What is being reduced after each gradient; then where gradients are deferred.
 
-    from lightning_axosparse.distributed import gradient_reducer
-    from lightning_axosparse.distributed.mpi.process_group import init_process_group
-
-    init_process_group("cpu")
-    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    gradient_reducer.BUCKET_BYTES = 1
-    reducer = gradient_reducer.GradientReducer(
-        [gradient_reducer.ReductionGroup(dist.group.WORLD, list(layers.parameters()))], 1
-    )
-    started: list[int] = []
-    reducer.prepare()
-    for layer in layers:
-        layer.weight.register_post_accumulate_grad_hook(
-            lambda _: started.append(reducer.reduced_bytes)
-        )
-    layers(torch.randn(8, 64)).sum().backward()
-    reducer.finish()
-    return started
-
-
-def test_deferred_gradients_are_reduced_when_they_are_said_to_be_final() -> None:
-    weight = 4 * 64 * 64
-    assert run_ranks(1, overlap_deferred)[0] == [0, weight, weight, 4 * weight]
-
-
-def overlap_deferred() -> list[int]:
-    """What is being reduced after backward, after each of two gradients became final, after all."""
+    There, after each of them, after each of two became final, and after all.
+    """
     import torch.distributed as dist
 
     from lightning_axosparse.distributed import gradient_reducer
@@ -163,12 +140,17 @@ def overlap_deferred() -> list[int]:
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     weights = list(layers.parameters())
     gradient_reducer.BUCKET_BYTES = 1
-    reducer = gradient_reducer.GradientReducer(
-        [gradient_reducer.ReductionGroup(dist.group.WORLD, weights)], 1
-    )
+    group = gradient_reducer.ReductionGroup(dist.group.WORLD, weights)
+    reducer = gradient_reducer.GradientReducer([group], 1)
+    reducer.prepare()
+    started: list[int] = []
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda _: started.append(reducer.reduced_bytes))
+    layers(torch.randn(8, 64)).sum().backward()
+    reducer.finish()
+    layers.zero_grad()
     reducer.prepare(deferred=set(weights))
     layers(torch.randn(8, 64)).sum().backward()
-    started = [reducer.reduced_bytes]
     for place in (3, 1):  # That of the third layer is not final, and all ranks keep one order.
         reducer.mark_final(weights[place])
         started.append(reducer.reduced_bytes)

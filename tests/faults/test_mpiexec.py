@@ -22,15 +22,14 @@ def run(job: str, rank: int, workers: int = 1) -> subprocess.CompletedProcess[st
     return run_command(command, BOUND)
 
 
-@pytest.mark.parametrize("workers", [0, 1])  # They have the files of the rank.
 @pytest.mark.parametrize(
-    ("job", "rank", "words"),
+    ("job", "rank", "workers", "words"),  # Workers have the files of the rank.
     [
-        ("Killed", 1, r"rank 1 \(stage 0 of replica 0\) on host \S+ was killed by SIGKILL"),
-        ("LeavesWell", 0, r"rank 0 \(stage 1 of replica 0\) on host \S+ ended with exit code 0"),
+        ("Killed", 1, 1, r"rank 1 \(stage 0 of replica 0\) on host \S+ was killed by SIGKILL"),
+        ("LeavesWell", 0, 0, r"rank 0 \(stage 1 of replica 0\) on host \S+ ended with exit code 0"),
     ],
 )
-def test_what_ends_a_job_is_named(job: str, rank: int, words: str, workers: int) -> None:
+def test_what_ends_a_job_is_named(job: str, rank: int, workers: int, words: str) -> None:
     done = run(job, rank, workers)
     assert done.returncode != 0
     assert re.search(rf"^\[axosparse\] {words}", done.stderr, re.MULTILINE), done.stderr

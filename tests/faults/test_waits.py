@@ -129,19 +129,12 @@ TENSOR = {
 }
 
 
-def test_a_killed_rank_of_a_tensor_group_ends_those_that_share_its_layers() -> None:
-    with fails(
-        r"rank 1 \(stage 0 of replica 0\) on host \S+ was killed by SIGKILL",
-        r"in training batch 2 of epoch 0, micro-batch \d, forward pass",
-    ):
-        jobs.train(jobs.Killed(), **TENSOR)
-
-
 def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: Path) -> None:
     try:
         with fails(
             r"rank 0 .*waits for `\w+` \(ranks that share layers\) of ranks 0, 1",
             "No answer from rank 1 on host.* stopped",
+            r"rank 1 .*in training batch 2 of epoch 0, micro-batch \d, forward pass",
         ):
             jobs.train(jobs.Stopped(tmp_path), timeout=timedelta(seconds=6), **TENSOR)
     finally:
@@ -151,19 +144,12 @@ def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: P
 EXPERTS = {"g_inter": 1, "expert_parallel": ExpertParallel(2, "model.1.experts")}
 
 
-def test_a_killed_rank_ends_those_whose_tokens_it_computes() -> None:
-    with fails(
-        r"rank 1 \(stage 0 of replica 1\) on host \S+ was killed by SIGKILL",
-        r"in training batch 2 of epoch 0, micro-batch \d, forward pass",
-    ):
-        jobs.train(jobs.mixed(jobs.Killed()), **EXPERTS)
-
-
 def test_a_stopped_rank_is_named_with_the_exchange_of_tokens(tmp_path: Path) -> None:
     try:
         with fails(
             r"rank 0 .*waits for `all_?to_?all\w*` \(ranks with experts of a stage\) of ranks 0, 1",
             "No answer from rank 1 on host.* stopped",
+            r"rank 1 .*in training batch 2 of epoch 0, micro-batch \d, forward pass",
         ):
             module = jobs.mixed(jobs.Stopped(tmp_path))
             jobs.train(module, timeout=timedelta(seconds=6), **EXPERTS)
@@ -198,9 +184,8 @@ def test_lengths_of_validation_loaders_may_differ_over_replicas_only() -> None:
     assert run.global_step == 8
 
 
-@pytest.mark.parametrize("g_inter", [2, 1])
-@pytest.mark.parametrize("longer", [0, 1])
-def test_streams_of_different_lengths(g_inter: int, longer: int) -> None:
+@pytest.mark.parametrize(("longer", "g_inter"), [(0, 2), (1, 1)])
+def test_streams_of_different_lengths(longer: int, g_inter: int) -> None:
     with fails(
         r"unequal numbers of|All ranks wait for one another",
         f"rank {1 - longer} .*over after 4 batches",
@@ -210,18 +195,17 @@ def test_streams_of_different_lengths(g_inter: int, longer: int) -> None:
         jobs.train(jobs.Plain(), jobs.Unequal(jobs.Stream, longer), 2, g_inter)
 
 
-@pytest.mark.parametrize("faulty", [0, 1])
-def test_one_rank_skips_the_rest_of_an_epoch(faulty: int) -> None:
+def test_one_rank_skips_the_rest_of_an_epoch() -> None:
     with fails(
         "on_train_batch_start.*-1",
-        f"rank {faulty} .*training of epoch 0 over after 2 batches",
-        f"rank {1 - faulty} .*in training batch 2 of epoch 0",
+        "rank 1 .*training of epoch 0 over after 2 batches",
+        "rank 0 .*in training batch 2 of epoch 0",
         error=(RankFailedError, MisconfigurationException),
     ):
-        jobs.train(jobs.SkipsTheRest(faulty))
+        jobs.train(jobs.SkipsTheRest())
 
 
-@pytest.mark.parametrize(("faulty", "g_inter"), [(0, 2), (1, 2), (0, 1), (1, 1)])
+@pytest.mark.parametrize(("faulty", "g_inter"), [(0, 2), (1, 1)])
 def test_one_rank_wants_to_stop(faulty: int, g_inter: int) -> None:
     with fails(
         "should_stop",

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -180,14 +181,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def join_ddp(devices: int, port: int) -> None:
-    """Let Lightning's ddp take this rank of an MPI job for one that torchrun started."""
+def join_ddp(devices: int, port: int) -> bool:
+    """Let Lightning's ddp take the first ranks of an MPI job for those that torchrun started.
+
+    All ranks call it, and learn whether they are among these.
+    """
     from mpi4py import MPI
 
-    rank = str(MPI.COMM_WORLD.rank)
+    rank, ranks = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if devices < ranks and dist.is_initialized():
+        dist.destroy_process_group()  # that of all ranks, which ddp would take
     os.environ.update(
-        RANK=rank,
-        LOCAL_RANK=rank,
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
         WORLD_SIZE=str(devices),
         LOCAL_WORLD_SIZE=str(devices),
         GROUP_RANK="0",
@@ -195,3 +201,4 @@ def join_ddp(devices: int, port: int) -> None:
         MASTER_PORT=str(port),
         TORCHELASTIC_RUN_ID="parity",
     )
+    return rank < devices

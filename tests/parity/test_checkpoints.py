@@ -5,6 +5,7 @@ Two grids write one file each, and two a folder to which all stages write.
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,23 @@ def resume(grid: str, folder: Path) -> dict[tuple[str, str], Any]:
     }
 
 
-def on(grid: str, function: Any, folder: Path) -> list[Any]:
-    if GRIDS[grid][1] == 1:
-        return [function(grid, folder)]
-    return run_ranks(GRIDS[grid][1], function, grid, folder)
+def on_grids(ranks: int, function: Any, folder: Path) -> dict[str, Any]:
+    """What a function returns, by grid of so many ranks."""
+    return {grid: function(grid, folder) for grid in GRIDS if GRIDS[grid][1] == ranks}
+
+
+@cache
+def on(ranks: int, function: Any, folder: Path) -> list[dict[str, Any]]:
+    """The same on each of these ranks, in one job."""
+    if ranks == 1:
+        return [on_grids(1, function, folder)]
+    return run_ranks(ranks, on_grids, ranks, function, folder)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of every grid."""
-    path = tmp_path_factory.mktemp("stopped")
-    for grid in GRIDS:
-        on(grid, stop, path)
-    return path
+    """Where :func:`stop` writes a checkpoint of every grid."""
+    return tmp_path_factory.mktemp("stopped")
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +119,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def as_file(folder: Path, grid: str, name: str) -> Path:
     """The checkpoint of a grid as one file."""
+    on(GRIDS[grid][1], stop, folder)
     checkpoint = folder / grid / name / "stop.ckpt"
     assert checkpoint.is_dir() == (grid in SHARDED)
     return consolidate(checkpoint) if checkpoint.is_dir() else checkpoint
@@ -123,8 +129,10 @@ def as_file(folder: Path, grid: str, name: str) -> Path:
 def test_a_grid_continues_the_run_of_another(
     grid: str, folder: Path, uninterrupted: dict[str, Any]
 ) -> None:
-    for results in on(grid, resume, folder):
-        for (name, origin), (record, facts) in results.items():
+    for ranks in (1, 2, 4):
+        on(ranks, stop, folder)
+    for results in on(GRIDS[grid][1], resume, folder):
+        for (name, origin), (record, facts) in results[grid].items():
             expected, expected_facts = uninterrupted[name]
             where = f"{name}: {origin} -> {grid}"
             assert facts["step"] == expected_facts["step"], where
@@ -179,8 +187,7 @@ def test_the_file_is_what_one_process_writes(folder: Path) -> None:
         Net.load_from_checkpoint(file, outer=True, tied=True, weights_only=False)
 
 
-def test_a_plain_checkpoint_resumes_on_a_grid_and_back(tmp_path: Path) -> None:
-    on("2x1", stop, tmp_path)
+def test_a_plain_checkpoint_resumes_on_a_grid_and_back(folder: Path, tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     run = trainer("auto", max_epochs=END, precision="64-true")
     module = double()
@@ -188,7 +195,7 @@ def test_a_plain_checkpoint_resumes_on_a_grid_and_back(tmp_path: Path) -> None:
         module,
         loader(1),
         loader(2, batches=2),
-        ckpt_path=as_file(tmp_path, "2x1", "dense"),
+        ckpt_path=as_file(folder, "2x1", "dense"),
         weights_only=False,
     )
     record, _ = train("1x1", None, END, tmp_path / "on", plain_checkpoint(tmp_path))

@@ -101,10 +101,11 @@ def adopted(g_inter: int, ranks: int, folder: Path) -> dict[str, Any]:
     return {"fresh": results[0], "resumed": results[1]}
 
 
-def on_a_grid(g_inter: int, ranks: int, folder: Path) -> dict[str, Any]:
+def on_three_ranks(folder: Path) -> dict[str, Any]:
     from lightning_axosparse import AxoSparseStrategy
 
-    return train(AxoSparseStrategy(g_inter=g_inter, microbatches=2), ranks, folder)
+    found = train(AxoSparseStrategy(g_inter=3, microbatches=2), 3, folder / "dense")
+    return {**found, **adopted(3, 3, folder / "pruned")}
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_three(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(3, on_a_grid, 3, 3, tmp_path_factory.mktemp("three"))
+    return run_ranks(3, on_three_ranks, tmp_path_factory.mktemp("three"))
+
+
+@pytest.fixture(scope="module")
+def pruned_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return adopted(1, 1, tmp_path_factory.mktemp("pruned"))
 
 
 def test_each_rank_makes_the_weights_of_its_stage_as_one_process_does(
@@ -138,22 +144,13 @@ def test_a_module_made_in_parts_trains_as_on_one_process(
 
 @pytest.mark.parametrize("run", ["fresh", "resumed"])
 def test_a_ticket_from_the_start_is_followed_while_layers_are_made(
-    run: str, pruned: tuple[dict[str, Any], list[dict[str, Any]]]
+    run: str, pruned_alone: dict[str, Any], on_three: list[dict[str, Any]]
 ) -> None:
-    alone, ranks = pruned
-    stored = {"model.0.weight": 96, "model.2.weight": 192}
+    alone, stored = pruned_alone[run], {"model.0.weight": 96, "model.2.weight": 192}
+    ranks = [rank[run] for rank in on_three]
     for rank in ranks:
-        held = {n: size for n, size in rank[run]["stored"].items() if n in stored}
+        held = {n: size for n, size in rank["stored"].items() if n in stored}
         assert held == {name: stored[name] for name in held}, "nothing was left to prune"
-        assert difference(rank[run]["record"], alone[run]["record"]) <= 1e-6
-    assert set().union(*(rank[run]["stored"] for rank in ranks)) >= stored.keys()
-    assert alone[run]["stored"]["model.2.weight"] == 576, "one process prunes when fit starts"
-
-
-@pytest.fixture(scope="module")
-def pruned(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("pruned")
-    alone = adopted(1, 1, folder / "alone")
-    return alone, run_ranks(3, adopted, 3, 3, folder / "three")
+        assert difference(rank["record"], alone["record"]) <= 1e-6
+    assert set().union(*(rank["stored"] for rank in ranks)) >= stored.keys()
+    assert alone["stored"]["model.2.weight"] == 576, "one process prunes when fit starts"

@@ -68,23 +68,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "recomputed": {"recompute": 1},
 }
+STAGES = {"2x1": 2, "1x2": 1}
 
 
-# Grid: (ranks, replicas, strategy).
-GRIDS: dict[str, tuple[int, int, dict[str, Any]]] = {
-    "2x1": (2, 1, {"g_inter": 2}),
-    "1x2": (2, 2, {"g_inter": 1}),
-}
-
-
-def train_all(grid: str) -> dict[str, tuple[Record, int]]:
+def train_all() -> dict[str, dict[str, tuple[Record, int]]]:
     from lightning_axosparse import AxoSparseStrategy
 
-    ranks, _, arguments = GRIDS[grid]
     return {
-        name: train(AxoSparseStrategy(microbatches=2, **arguments, **way), ranks)
-        for name, way in WAYS.items()
+        grid: {name: train(AxoSparseStrategy(stages, 2, **way), 2) for name, way in WAYS.items()}
+        for grid, stages in STAGES.items()
     }
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[dict[str, dict[str, tuple[Record, int]]]]:
+    return run_ranks(2, train_all)
 
 
 @pytest.fixture(scope="module")
@@ -95,18 +93,17 @@ def expected() -> Record:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", STAGES)
 def test_products_by_onednn_are_one_process_and_change_no_bit_among_schedules(
-    grid: str, expected: Record
+    grid: str, runs: Any, expected: Record
 ) -> None:
-    found = run_ranks(GRIDS[grid][0], train_all, grid)
-    for records in found:  # of each rank
+    for records in (found[grid] for found in runs):  # of each rank
         driven, calls = records["message-driven"]
         assert calls > 0
         for name, (record, also) in records.items():
             assert also >= calls, name
             assert difference(record, driven) == 0, name
-        if GRIDS[grid][1] > 1:  # a replica's losses are those of its samples
+        if STAGES[grid] == 1:  # a replica's losses are those of its samples
             driven.losses, driven.logged = expected.losses, expected.logged
         assert difference(driven, expected) < 5e-7
 

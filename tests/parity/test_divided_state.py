@@ -1,6 +1,7 @@
 """Optimizer state that is divided over the ranks that keep the same parts of weights.
 
-Training goes on to the same bits as without, also from files of one way in the other.
+Training goes on to the same bits as without, also from files of one way in the other. All rows run
+in one job, because starting ranks takes longer than a row.
 """
 
 from __future__ import annotations
@@ -69,13 +70,20 @@ def replicas(options: dict[str, Any]) -> int:
     return RANKS // options.get("g_inter", 1) // options.get("tensor_parallel", 1)
 
 
+def train_rows(folder: Path) -> dict[str, list[Found]]:
+    return {row: both_ways(row, folder / row) for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Found]]]:
+    return run_ranks(RANKS, train_rows, tmp_path_factory.mktemp("rows"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE)
 @pytest.mark.parametrize("row", ROWS)
-def test_training_goes_on_to_the_same_bits_with_a_part_of_the_state(
-    row: str, tmp_path: Path
-) -> None:
-    ranks = run_ranks(RANKS, both_ways, row, tmp_path)
+def test_training_goes_on_to_the_same_bits_with_a_part_of_the_state(row: str, runs: Any) -> None:
+    ranks = [found[row] for found in runs]
     for whole, *others in ranks:
         assert whole[1].sparsity == pytest.approx(RATIO, abs=1e-3)
         assert difference(others[0][0], whole[0]) == 0

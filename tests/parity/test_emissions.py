@@ -25,7 +25,7 @@ from tests.parity.networks import in_float64
 from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH, LENGTH, LAYERS = 23, 16, 10, 4
-BATCH, STEPS = 6, 5
+BATCH, STEPS, RANKS = 6, 5, 3
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -154,22 +154,20 @@ def train(case: str, strategy: Any, ranks: int = 1) -> Record:
     return recorded(run, module)
 
 
-def strategy(row: str, stages: int, **options: Any) -> AxoSparseStrategy:
+def strategy(row: str) -> AxoSparseStrategy:
     case, own = ROWS[row]
-    made = CASES[case]
-    is_blocks = isinstance(made, type) and issubclass(made, Blocks)
-    container = "layers" if is_blocks else "network.model.layers"
-    return AxoSparseStrategy(g_inter=stages, pipeline=container, **own, **options)
+    container = "layers" if case == "hooks" else "network.model.layers"
+    return AxoSparseStrategy(g_inter=RANKS, pipeline=container, **own)
 
 
-def train_rows(ranks: int) -> dict[str, Record]:
-    return {row: train(case, strategy(row, ranks), ranks) for row, (case, _) in ROWS.items()}
+def train_rows() -> dict[str, Record]:
+    return {row: train(case, strategy(row), RANKS) for row, (case, _) in ROWS.items()}
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[int, list[dict[str, Record]]]:
-    """The records of every row on every rank, by number of ranks."""
-    return {ranks: run_ranks(ranks, train_rows, ranks) for ranks in (2, 3)}
+def runs() -> list[dict[str, Record]]:
+    """The records of every row on every rank."""
+    return run_ranks(RANKS, train_rows)
 
 
 @pytest.fixture(scope="module")
@@ -178,12 +176,11 @@ def expected() -> dict[str, Record]:
     return {case: train(case, "auto") for case in CASES}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("row", ROWS)
 def test_what_layers_emit_reaches_the_loss_on_ranks(
-    row: str, ranks: int, runs: Any, expected: dict[str, Record]
+    row: str, runs: list[dict[str, Record]], expected: dict[str, Record]
 ) -> None:
     case, _ = ROWS[row]
     assert len(expected[case].validated) == 1
-    for records in runs[ranks]:
+    for records in runs:
         assert difference(expected[case], records[row]) <= 1e-12

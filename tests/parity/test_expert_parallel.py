@@ -312,6 +312,7 @@ def beside_steps(folder: Path) -> dict[str, Any]:
     for way, (g_inter, options) in ways.items():
         strategy = AxoSparseStrategy(g_inter, 2, **options)
         found[f"resumed, {way}"] = resumed(folder, strategy, 4, 4 // g_inter)
+    found["through a folder"] = through_a_folder(folder / "folder.ckpt")
     return found
 
 
@@ -333,24 +334,6 @@ def on_grid(g_inter: int, g_tensor: int) -> dict[str, tuple[Record, Record | Non
             whole = run(row, AxoSparseStrategy(**options), ranks, 2)
         found[row] = over_two, whole
     return found
-
-
-def on_two_ranks() -> dict[str, Record]:
-    return {
-        row: run(row, AxoSparseStrategy(1, 2, **spread(2, ROWS[row][1])), 2, 2)
-        for row in ("own", "LoRA")
-    }
-
-
-def test_experts_of_a_list_and_with_adapters_train_as_on_one_process() -> None:
-    ranks = run_ranks(2, on_two_ranks)
-    for row in ranks[0]:
-        expected = run(row, "auto", 1, 1)
-        # A replica's loss is that of its part of the batch.
-        losses = [fmean(e) for e in zip(*(found[row].losses for found in ranks), strict=True)]
-        for found in ranks:
-            found[row].losses = losses
-            assert difference(found[row], expected) <= 1e-10, row
 
 
 @pytest.fixture(scope="module")
@@ -427,14 +410,16 @@ def through_a_folder(path: Path) -> Record:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_may_be_a_folder(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_a_folder(four: Any, tmp_path: Path) -> None:
     # From a file, as loading into a module of float32 rounds.
     run("Mixtral", "auto", 1, 1, max_epochs=1, callbacks=[SavesFirst(tmp_path / "alone.ckpt")])
     expected = run("Mixtral", "auto", 1, 1, ckpt_path=tmp_path / "alone.ckpt")
-    for found in run_ranks(4, through_a_folder, tmp_path / "half.ckpt"):
+    ranks, folder = four
+    for found in ranks:
         for name, weight in expected.weights.items():
-            torch.testing.assert_close(found.weights[name], weight, atol=1e-10, rtol=0)
-    assert (tmp_path / "half.ckpt").is_dir()
+            actual = found["through a folder"].weights[name]
+            torch.testing.assert_close(actual, weight, atol=1e-10, rtol=0)
+    assert (folder / "folder.ckpt").is_dir()
 
 
 @pytest.mark.slow

@@ -113,14 +113,19 @@ def train(row: str, ranks: int) -> Record:
     return recorded(run, module)
 
 
-def train_rows(ranks: int) -> dict[str, Record]:
-    return {row: train(row, ranks) for row in ROWS}
+def on_two_ranks() -> dict[str, Any]:
+    """The records of every row and, where experts are passed by, of every optimizer and grid."""
+    passed = {
+        (optimizer, grid): pass_experts(optimizer, 2, options)
+        for optimizer in STEPPED
+        for grid, options in GRIDS.items()
+    }
+    return {"rows": {row: train(row, 2) for row in ROWS}, "passed": passed}
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[dict[str, Record]]:
-    """The records of every row on every rank."""
-    return run_ranks(2, train_rows, 2)
+def runs() -> list[dict[str, Any]]:
+    return run_ranks(2, on_two_ranks)
 
 
 @pytest.mark.slow
@@ -132,7 +137,7 @@ def test_pruned_experts_train_on_ranks_as_on_one_process(row: str, runs: Any) ->
     assert kept < 0.5 * sum(expected.weights[name].numel() for name in pruned)
     bound = 1e-12 if ROWS[row][2] == "64-true" else 1e-5
     for records in runs:
-        found = records[row]
+        found = records["rows"][row]
         if ROWS[row][3].get("g_inter") == 1:  # a rank's loss is that of its share of the batch
             found.losses = expected.losses
         assert difference(expected, found) <= bound
@@ -219,18 +224,10 @@ def pass_experts(
     return recorded(run, module), module.gradients
 
 
-def pass_experts_in_all_grids() -> Any:
-    return {
-        (optimizer, grid): pass_experts(optimizer, 2, options)
-        for optimizer in STEPPED
-        for grid, options in GRIDS.items()
-    }
-
-
-def test_ranks_and_micro_batches_without_a_token_step_as_one_process() -> None:
+def test_ranks_and_micro_batches_without_a_token_step_as_one_process(runs: Any) -> None:
     expected = {optimizer: pass_experts(optimizer, 1, {}) for optimizer in STEPPED}
-    for ranks in run_ranks(2, pass_experts_in_all_grids):
-        for (optimizer, grid), (record, gradients) in ranks.items():
+    for records in runs:
+        for (optimizer, grid), (record, gradients) in records["passed"].items():
             one, its_gradients = expected[optimizer]
             if grid != "stages":  # a rank's loss is that of its share of the batch
                 record.losses = one.losses

@@ -111,20 +111,29 @@ def on_one_rank(**options: Any) -> tuple[Record, int]:
     return train(pipeline(1, 4), 1, None, **options)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[Record, int]]]:
-    """What each rank of a grid did, and of the grid that goes on from the middle of "2x1"."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    found = {
-        grid: run_ranks(s * r, train_on, grid, folder / grid) for grid, (s, r) in GRIDS.items()
-    }
+def on_two_ranks(folder: Path) -> dict[str, Any]:
+    """What a rank does on each grid, from the middle of "2x1", and in bfloat16."""
     middle = folder / "2x1" / f"epoch={DRAW}.ckpt"
-    found["resumed"] = run_ranks(2, resume_on, folder / "again", middle)
-    return found
+    return {
+        **{grid: train_on(grid, folder / grid) for grid in ("2x1", "1x2")},
+        "resumed": train_on("2x1", folder / "again", ckpt_path=middle),
+        "recurrent": train_recurrent(2),
+        "mixed": mixed_rank(folder / "mixed"),
+    }
 
 
-def resume_on(folder: Path, checkpoint: Path) -> tuple[Record, int]:
-    return train_on("2x1", folder, ckpt_path=checkpoint)
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(2, on_two_ranks, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def runs(
+    two: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[tuple[Record, int]]]:
+    """What each rank of a grid did, and of the grid that goes on from the middle of "2x1"."""
+    found = {run: [rank[run] for rank in two] for run in ("2x1", "1x2", "resumed")}
+    return {**found, "2x2": run_ranks(4, train_on, "2x2", tmp_path_factory.mktemp("four"))}
 
 
 def assert_same_bits(one: Record, other: Record) -> None:
@@ -171,10 +180,10 @@ def train_recurrent(ranks: int) -> Record:
     return train(pipeline(ranks, 4), ranks, None, module=Recurrent)[0]
 
 
-def test_recurrent_layers_on_a_pipeline() -> None:
+def test_recurrent_layers_on_a_pipeline(two: list[dict[str, Any]]) -> None:
     expected = train_recurrent(1)
-    for record in run_ranks(2, train_recurrent, 2):
-        assert_same_bits(record, expected)
+    for found in two:
+        assert_same_bits(found["recurrent"], expected)
 
 
 def train_mixed(
@@ -229,8 +238,8 @@ def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[Backend]]]:
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(2, mixed_rank, tmp_path_factory.mktemp("mixed"))
+def mixed(two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [found["mixed"] for found in two]
 
 
 def test_ranks_choose_for_the_processor_on_which_kept_values_gain_least(mixed: Any) -> None:

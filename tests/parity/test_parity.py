@@ -132,28 +132,29 @@ def test_bf16_mixed_differs_by_the_rounding_of_micro_batches(runs: Any) -> None:
         assert max(abs(a - b) for a, b in pairs) < 4e-3
 
 
-def train_replicas(kind: str, devices: int, port: int) -> list[Any]:
-    """Two replicas, with Lightning's ddp or as two pipelines of two stages."""
+def train_replicas(port: int) -> dict[str, list[Record]]:
+    """Two replicas, as two pipelines of two stages and, on two ranks, with Lightning's ddp."""
     from lightning_axosparse import AxoSparseStrategy
 
-    strategy: Any = AxoSparseStrategy(g_inter=2, microbatches=4)
-    if kind == "ddp":
-        join_ddp(devices, port)
-        strategy = "ddp"
-    records = []
-    for module, options in (({}, {}), ({"outer": True, "tied": True}, {"gradient_clip_val": 0.1})):
-        L.seed_everything(0, verbose=False)
-        records.append(fit(trainer(strategy, devices, **options), Net(**module)))
-        strategy = AxoSparseStrategy(g_inter=2, microbatches=4) if kind != "ddp" else "ddp"
-    return records
+    def records(make: Callable[[], Any], ranks: int) -> list[Record]:
+        found = []
+        clipped = {"outer": True, "tied": True}, {"gradient_clip_val": 0.1}
+        for module, options in (({}, {}), clipped):
+            L.seed_everything(0, verbose=False)
+            found.append(fit(trainer(make(), ranks, **options), Net(**module)))
+        return found
+
+    found = {"axosparse": records(lambda: AxoSparseStrategy(g_inter=2, microbatches=4), 4)}
+    if join_ddp(2, port):
+        found["ddp"] = records(lambda: "ddp", 2)
+    return found
 
 
 def test_two_pipelines_do_what_ddp_does_on_two_processes() -> None:
-    port = free_port()
-    expected = run_ranks(2, train_replicas, "ddp", 2, port)
-    records = run_ranks(4, train_replicas, "axosparse", 4, port)
-    for rank, record in enumerate(records):
-        for ours, theirs in zip(record, expected[rank // 2], strict=True):
+    found = run_ranks(4, train_replicas, free_port())
+    for rank, records in enumerate(found):
+        expected = found[rank // 2]["ddp"]
+        for ours, theirs in zip(records["axosparse"], expected, strict=True):
             assert difference(theirs, ours) <= 1e-6
 
 

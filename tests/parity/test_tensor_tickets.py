@@ -5,7 +5,7 @@ All rows of one number of ranks run in one job, because starting ranks takes lon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,23 +92,28 @@ def run(
     return recorded(fit, module), draw.ticket, counts.kept
 
 
-def on_grid(grid: tuple[int, int, int], folder: Path) -> dict[str, Found]:
-    g_inter, g_tensor, g_data = grid
-    ranks = g_inter * g_tensor * g_data
-    found: dict[str, Found] = {}
-    for row, case in ROWS.items():
-        strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=g_tensor, **case[1])
-        found[row] = run(case, strategy, ranks, g_data)
-    if grid == (2, 2, 1):
-        row = ROWS["by saliency, clipped"]
-        run(row, AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN), ranks, 1, folder)
-        # While weights are pruned, and once the ticket is drawn; here, and on another grid.
-        for epoch in (0, 1):
-            for name, g_inter in (("here", 2), ("elsewhere", 1)):
-                strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=4 // g_inter, **OWN)
-                path = folder / f"epoch={epoch}.ckpt"
-                found[f"{name}, {epoch}"] = run(row, strategy, ranks, 1, ckpt_path=path)
+def on_grid(rows: Iterable[str], g_data: int) -> dict[str, Found]:
+    """Train on two stages of two ranks, with so many replicas."""
+    found = {}
+    for row in rows:
+        strategy = AxoSparseStrategy(2, 2, tensor_parallel=2, **ROWS[row][1])
+        found[row] = run(ROWS[row], strategy, 4 * g_data, g_data)
     return found
+
+
+def on_four_ranks(folder: Path) -> dict[str, Any]:
+    """What one replica trains, what it resumes, and what a rank of two replicas keeps."""
+    row, resumed = ROWS["by saliency, clipped"], {}
+    run(row, AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN), 4, 1, folder)
+    # While weights are pruned, and once the ticket is drawn; here, and on another grid.
+    for epoch in (0, 1):
+        for name, g_inter in (("here", 2), ("elsewhere", 1)):
+            strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=4 // g_inter, **OWN)
+            path = folder / f"epoch={epoch}.ckpt"
+            resumed[f"{name}, {epoch}"] = run(row, strategy, 4, 1, ckpt_path=path)
+    replicas = AxoSparseStrategy(1, 2, tensor_parallel=2, **OWN)
+    kept = run(ROWS["gradual"], replicas, 4, 2)[2]
+    return {"rows": on_grid(ROWS, 1), "resumed": resumed, "kept": kept}
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +121,23 @@ def alone() -> dict[str, Found]:
     return {row: run(case, AxoSparseStrategy(1, 2), 1, 1) for row, case in ROWS.items()}
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(4, on_four_ranks, tmp_path_factory.mktemp("checkpoints"))
+
+
+REPLICATED = ("by saliency, clipped", "early bird", "sequence parallel")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [(2, 2, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("g_data", [1, 2])
 def test_shared_weights_are_pruned_as_on_one_process(
-    grid: tuple[int, int, int], alone: dict[str, Found], tmp_path: Path
+    g_data: int, alone: dict[str, Found], four: list[dict[str, Any]]
 ) -> None:
-    ranks = run_ranks(grid[0] * grid[1] * grid[2], on_grid, grid, tmp_path)
-    for row in ROWS:
+    ranks = [found["rows"] for found in four]
+    if g_data == 2:
+        ranks = run_ranks(8, on_grid, REPLICATED, 2)
+    for row in ranks[0]:
         expected, ticket, _ = alone[row]
         assert ticket.sparsity == pytest.approx(RATIO, abs=1e-3)
         # A replica's loss is that of its part of the batch.
@@ -134,23 +149,25 @@ def test_shared_weights_are_pruned_as_on_one_process(
             record.losses = losses
             assert drawn == ticket, row
             assert difference(record, expected) <= 1e-10, row
-    for found in ranks:
-        for row in found.keys() - ROWS.keys():  # what was resumed
-            record, drawn, _ = found[row]
-            assert drawn.masks == alone["by saliency, clipped"][1].masks, row
-            for name, weight in alone["by saliency, clipped"][0].weights.items():
+
+
+@pytest.mark.slow
+def test_a_checkpoint_resumes_with_the_same_masks(
+    alone: dict[str, Found], four: list[dict[str, Any]]
+) -> None:
+    expected, ticket, _ = alone["by saliency, clipped"]
+    for found in four:
+        for row, (record, drawn, _) in found["resumed"].items():
+            assert drawn.masks == ticket.masks, row
+            for name, weight in expected.weights.items():
                 torch.testing.assert_close(record.weights[name], weight, atol=1e-10, rtol=0)
-
-
-def counted() -> Kept:
-    return run(ROWS["gradual"], AxoSparseStrategy(1, 2, tensor_parallel=2, **OWN), 4, 2)[2]
 
 
 @pytest.mark.slow
 def test_a_rank_keeps_the_kept_entries_of_its_parts_and_reduces_them_over_replicas(
-    alone: dict[str, Found],
+    alone: dict[str, Found], four: list[dict[str, Any]]
 ) -> None:
-    kept = run_ranks(4, counted)
+    kept = [found["kept"] for found in four]
     _, ticket, whole = alone["gradual"]
     for name, (entries,) in ((n, s) for n, s in whole.sizes.items() if n in ticket.masks):
         mask = ticket.masks[name]

@@ -16,7 +16,6 @@ from tests.parity.cases import Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "2x1": (2, {"g_inter": 2}),
     "loopback": (1, {"g_inter": 3, "transport": "loopback"}),
     "3x1": (3, {"g_inter": 3}),
 }

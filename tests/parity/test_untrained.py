@@ -64,10 +64,20 @@ def train(pruning: str, ranks: int, **grid: Any) -> tuple[Record, Any, list[str]
     return recorded(run, module), callback.ticket, told
 
 
-def on_two_ranks(pruning: str) -> dict[str, tuple[Record, Any, list[str]]]:
-    grids = {"stages": {"g_inter": 2}, "replicas": {"g_inter": 1}}
-    grids["divided"] = {"g_inter": 1, "shard_optimizer": True}
-    return {name: train(pruning, 2, **grid) for name, grid in grids.items()}
+GRIDS: dict[str, dict[str, Any]] = {
+    "stages": {"g_inter": 2},
+    "replicas": {"g_inter": 1},
+    "divided": {"g_inter": 1, "shard_optimizer": True},
+}
+
+
+def on_two_ranks() -> dict[tuple[str, str], tuple[Record, Any, list[str]]]:
+    return {(p, name): train(p, 2, **grid) for p in PRUNING for name, grid in GRIDS.items()}
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[Any]:
+    return run_ranks(2, on_two_ranks)
 
 
 def initial() -> dict[str, Tensor]:
@@ -76,7 +86,7 @@ def initial() -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("pruning", PRUNING)
-def test_every_grid_prunes_the_rest_as_one_process(pruning: str) -> None:
+def test_every_grid_prunes_the_rest_as_one_process(pruning: str, runs: list[Any]) -> None:
     alone, ticket, told = train(pruning, 1)
     assert len(told) == 1
     assert told[0].startswith(f"{', '.join(sorted(UNTRAINED))}: left dense, because no step has")
@@ -86,7 +96,7 @@ def test_every_grid_prunes_the_rest_as_one_process(pruning: str) -> None:
     for name in UNTRAINED:
         assert torch.equal(alone.weights[name], before[name]), name
     found = {"loopback": train(pruning, 1, g_inter=2, transport="loopback")}
-    first, second = run_ranks(2, on_two_ranks, pruning)
+    first, second = ({grid: rank[pruning, grid] for grid in GRIDS} for rank in runs)
     assert [len(said) for _, _, said in second.values()] == [0, 0, 0]
     for case, (record, drawn, said) in {**found, **first}.items():
         assert said == told, case

@@ -10,49 +10,39 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, Optimizer, RMSprop
+from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.distributed import gradient_reducer
 from lightning_axosparse.sparse.module.parameters import state_bytes
-from lightning_axosparse.strategy.validation import validate_steps_in_parts
 from tests.parity.cases import Net, Record, difference, loader, trainer, whole_state
-from tests.pipeline.shard.test_optimizers import parameters
+from tests.pipeline.shard.test_optimizers import OPTIMIZERS
 from tests.ranks import run_ranks
-
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda p: SGD(p, 0.1),
-    "momentum": lambda p: SGD(p, 0.1, momentum=0.9),
-    "adamw": lambda p: AdamW(p, 1e-2, weight_decay=0.1),
-    "foreach": lambda p: AdamW(p, 1e-2, foreach=True),
-    "fused": lambda p: AdamW(p, 1e-2, fused=True),
-    "rmsprop": lambda p: RMSprop(p, 1e-2),
-    "adagrad": lambda p: Adagrad(p, 1e-2, initial_accumulator_value=0.1),
-}
 
 
 class Trained(Net):
     """A network with an optimizer of its own, which records the elements of its state."""
 
-    optimizer = "adamw"
+    optimizer = "AdamW"
 
     def configure_optimizers(self) -> Optimizer:
         optimizer: Optimizer = OPTIMIZERS[self.optimizer](self.parameters())
         return optimizer
 
     def on_train_epoch_end(self) -> None:
-        state = self.trainer.optimizers[0].state
-        held = self.trainer.strategy.local_parameters()  # type: ignore[attr-defined]
-        self.elements = {
-            name: (parameter.numel(), elements(state[parameter]))
-            for name, parameter in held.items()
-            if state.get(parameter)
-        }
+        self.elements = elements(self.trainer)
 
 
-def elements(state: dict[str, Any]) -> int:
-    return max(v.numel() for k, v in state.items() if isinstance(v, Tensor) and k != "step")
+def elements(run: L.Trainer) -> dict[str, tuple[int, int]]:
+    """Of each parameter that this rank has, its elements and those of its state."""
+
+    def most(state: dict[str, Any]) -> int:
+        return max(v.numel() for k, v in state.items() if isinstance(v, Tensor) and k != "step")
+
+    states = run.optimizers[0].state
+    held = run.strategy.local_parameters()  # type: ignore[attr-defined]
+    return {name: (p.numel(), most(states[p])) for name, p in held.items() if states.get(p)}
 
 
 def part(size: int, replicas: int, rank: int) -> int:
@@ -68,7 +58,7 @@ def train(
     folder: Path,
     shards: bool,
     ranks: int,
-    optimizer: str = "adamw",
+    optimizer: str = "AdamW",
     epochs: int = 3,
     resume: Path | None = None,
     draw_by: int = 1,
@@ -120,7 +110,7 @@ def test_three_replicas_keep_a_third_each_and_train_to_the_same_bits(tmp_path: P
     for rank, results in enumerate(ranks):
         for optimizer, differs, whole, parts in results:
             assert differs == 0, optimizer
-            assert (len(whole) == 0) == (optimizer == "sgd")
+            assert (len(whole) == 0) == (optimizer == "SGD")
             assert whole.keys() == parts.keys()
             for name, (size, kept) in parts.items():
                 assert whole[name] == (size, size)
@@ -147,24 +137,6 @@ def test_every_way_resumes_from_the_folders_of_shards(tmp_path: Path) -> None:
         assert same == [True] * 2
 
 
-def train_and_regrid(folder: Path) -> Any:
-    runs = [
-        train(folder / str(shards), shards, 2, epochs=4, g_inter=2, regrid=1)
-        for shards in (False, True)
-    ]
-    return difference(runs[0][0], runs[1][0]), [module.elements for _, module, _ in runs]
-
-
-def test_a_shorter_pipeline_has_replicas_that_divide_the_state(tmp_path: Path) -> None:
-    for rank, (differs, (whole, parts)) in enumerate(run_ranks(2, train_and_regrid, tmp_path)):
-        assert differs == 0
-        assert len(whole) == 9
-        assert {name: size for name, (size, _) in whole.items()} == {
-            n: s for n, (s, _) in parts.items()
-        }
-        assert all(kept == part(size, 2, rank) for size, kept in parts.values())
-
-
 def test_one_replica_keeps_all(tmp_path: Path) -> None:
     (plain, module, _), (sharded, same, _) = (train(tmp_path, s, 1) for s in (False, True))
     assert difference(plain, sharded) == 0
@@ -187,7 +159,16 @@ class Wide(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.bytes = state_bytes(self, self.trainer.optimizers[0])
+        self.elements = elements(self.trainer)
         self.gradients = {name: p.grad for name, p in self.named_parameters()}
+
+
+class Tied(Wide):
+    """The first and the last layer, of either stage, have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[3].weight = self.model[0].weight
 
 
 class Reading(Wide):
@@ -200,6 +181,7 @@ class Reading(Wide):
 def train_wide(
     kind: type[Wide], shards: bool, ranks: int, **options: Any
 ) -> tuple[Wide, dict[str, Tensor]]:
+    """The module after a run, and the whole state of it and of its optimizer."""
     L.seed_everything(0, verbose=False)
     module = kind()
     callbacks = [make() for make in options.pop("callbacks", ())]
@@ -207,7 +189,9 @@ def train_wide(
     options = {"max_epochs": 1, "callbacks": callbacks, **options}
     run = trainer(strategy, ranks, **options)
     run.fit(module, DataLoader(torch.randn(24, 128, generator=torch.Generator().manual_seed(0)), 2))
-    return module, whole_state(run, module)
+    states = run.optimizers[0].state_dict()["state"].items()
+    moments = {f"{index} {name}": value for index, of in states for name, value in of.items()}
+    return module, whole_state(run, module) | moments
 
 
 def drawn() -> EarlyBirdTicket:
@@ -230,28 +214,32 @@ def divide_gradients() -> dict[str, Any]:
         ("accumulated", Wide, {"accumulate_grad_batches": 2}),
         ("drawn", Wide, {"callbacks": [drawn], "max_epochs": 3}),
         ("averaged", Wide, {"callbacks": [averaged], "max_epochs": 3}),
-        ("regrid", Wide, {"strategy": {"g_inter": 2, "regrid": 1}, "callbacks": [drawn]} | LONGER),
+        ("regrid", Tied, {"strategy": {"g_inter": 2, "regrid": 1}, "callbacks": [drawn]} | LONGER),
         ("clipped", Wide, {"gradient_clip_val": 0.01}),
         ("read", Reading, {}),
     ):
-        ((plain, expected), (module, weights)) = (
+        ((plain, expected), (module, state)) = (
             train_wide(kind, shards, 2, **options) for shards in (False, True)
         )
-        same = all(torch.equal(weights[key], value) for key, value in expected.items())
+        same = all(torch.equal(state[key], value) for key, value in expected.items())
         message = ""
         try:
             module.gradients["model.0.weight"].norm()
         except RuntimeError as error:
             message = str(error)
         norms = getattr(module, "norms", None) == getattr(plain, "norms", None)
-        found[name] = same, plain.bytes, module.bytes, message, norms
+        sizes = plain.elements, module.elements
+        found[name] = same, plain.bytes, module.bytes, sizes, message, norms
     return found
 
 
 def test_gradients_are_divided_unless_something_reads_them() -> None:
-    for found in run_ranks(2, divide_gradients):
-        for name, (same, plain, divided, message, norms) in found.items():
+    for rank, found in enumerate(run_ranks(2, divide_gradients)):
+        for name, (same, plain, divided, sizes, message, norms) in found.items():
             assert same, name
+            of_whole, of_part = sizes
+            assert len(of_whole) == (7 if name == "regrid" else 8)
+            assert of_part == {n: (size, part(size, 2, rank)) for n, (size, _) in of_whole.items()}
             assert norms, name
             whole = name in ("clipped", "read")
             assert (message == "") == whole, name
@@ -268,28 +256,6 @@ class ByRow(SGD):
     def step(self, closure: Any = None) -> None:
         for parameter in (p for g in self.param_groups for p in g["params"]):
             parameter.sub_(parameter.grad / parameter.grad.norm())
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_elementwise_optimizers_are_divided(kind: str) -> None:
-    optimizer = OPTIMIZERS[kind](parameters())
-    before = repr(optimizer.state_dict())
-    validate_steps_in_parts(optimizer, "shard_optimizer")
-    assert repr(optimizer.state_dict()) == before
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "reason"),
-    [
-        (ByRow(parameters(), 0.1), "ByRow cannot step parts of parameters: parts of"),
-        (Adafactor(parameters()), "Adafactor cannot step parts of parameters: parts of"),
-        (Muon([parameters()[0]]), "Muon cannot step parts of parameters: a trial step failed"),
-    ],
-    ids=["by row", "Adafactor", "Muon"],
-)
-def test_others_are_refused(optimizer: Optimizer, reason: str) -> None:
-    with pytest.raises(MisconfigurationException, match=reason):
-        validate_steps_in_parts(optimizer, "shard_optimizer")
 
 
 def test_refusals_come_before_the_run() -> None:

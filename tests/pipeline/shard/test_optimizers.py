@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, Optimizer, RMSprop
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.distributed import gradient_reducer
@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 SHAPES = ((7, 5), (3,), (20, 20), (4, 4, 2))
 
-Configure = Callable[[Iterable[Any]], Optimizer]
+Configure = Callable[[Any], Optimizer]
 
 OPTIMIZERS: dict[str, Configure] = {
     "Adam": lambda p: Adam(p, 1e-2, amsgrad=True),
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Configure] = {
     "SGD nesterov": lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True),
     "RMSprop": lambda p: RMSprop(p, 1e-2),
     "NAdam": lambda p: NAdam(p, 1e-2),
-    "Adagrad": lambda p: Adagrad(p, 1e-2),
+    "Adagrad": lambda p: Adagrad(p, 1e-2, initial_accumulator_value=0.1),
 }
 
 
@@ -135,7 +135,10 @@ def test_elementwise_optimizers_are_let_through(kind: str) -> None:
     [
         (lambda p: ByNorm(p, 0.1), "ByNorm cannot step parts of parameters: parts of"),
         (lambda p: Adam(p, capturable=True), "capturable"),
+        (Adafactor, "Adafactor cannot step parts of parameters: parts of"),
+        (lambda p: Muon(p[:1]), "Muon cannot step parts of parameters: a trial step failed"),
     ],
+    ids=["by norm", "capturable", "Adafactor", "Muon"],
 )
 def test_others_are_refused(configure: Configure, reason: str) -> None:
     with pytest.raises(MisconfigurationException, match=reason):

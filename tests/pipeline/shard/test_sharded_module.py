@@ -79,22 +79,31 @@ def use(
     return found
 
 
-def on_two(folder: Path, pruned: bool) -> dict[str, Any]:
-    other = AxoSparseStrategy(2, 2, balance=[1, 5])
-    return use(partial(AxoSparseStrategy, 2, 4, balance=[4, 2]), other, 2, folder, pruned)
+def on_two(folder: Path) -> dict[str, Any]:
+    strategy, found = partial(AxoSparseStrategy, 2, 4, balance=[4, 2]), {}
+    for name in ("dense", "pruned"):
+        other = AxoSparseStrategy(2, 2, balance=[1, 5])
+        found[name] = use(strategy, other, 2, folder / name, pruned=name == "pruned")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """What two ranks did, and where they have saved it."""
+    folder = tmp_path_factory.mktemp("two")
+    return run_ranks(2, on_two, folder), folder
 
 
 @pytest.fixture(scope="module", params=["dense", "pruned"])
-def runs(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def runs(request: Any, two: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By name, what one process and two ranks did, and the folders of their checkpoints."""
-    pruned = request.param == "pruned"
-    alone, two = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("two")
-    single = AxoSparseStrategy if pruned else partial(str, "auto")
+    name, (ranks, folder) = request.param, two
+    alone = tmp_path_factory.mktemp("alone")
+    single = AxoSparseStrategy if name == "pruned" else partial(str, "auto")
     return {
-        "pruned": pruned,
-        "alone": use(single, "auto", 1, alone, pruned),
-        "two": run_ranks(2, on_two, two, pruned),
-        "folders": (alone, two),
+        "alone": use(single, "auto", 1, alone, pruned=name == "pruned"),
+        "two": [rank[name] for rank in ranks],
+        "folders": (alone, folder / name),
     }
 
 

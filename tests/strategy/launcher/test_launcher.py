@@ -260,17 +260,6 @@ def test_a_callback_on_ranks_prunes_a_trial_of_optuna():
     assert study.trials[0].state == optuna.trial.TrialState.PRUNED
 
 
-def die_on_rank_1() -> None:
-    if placement().rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(60)
-
-
-def test_a_rank_that_is_killed():
-    with pytest.raises(RankFailedError, match=r"rank 1 on host \S+ was killed by SIGKILL"):
-        MPILauncher(Ranks(2), 2).launch(die_on_rank_1)
-
-
 @pytest.mark.parametrize("fails", ["publish", "_report"])
 def test_a_rank_that_cannot_begin_or_report(fails, monkeypatch):
     script = (
