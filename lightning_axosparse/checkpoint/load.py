@@ -24,7 +24,6 @@ from lightning_axosparse.sparse.module.parameters import (
     set_values,
     validate_not_deferred,
 )
-from lightning_axosparse.sparse.module.sparse_module import make_sparse
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
@@ -154,8 +153,7 @@ def _store_sparse(entry: OwnedParameter, tensor: Tensor, mask: Tensor) -> None:
     else:
         layout.move(parameter.device)
         set_values(parameter, values.to(parameter.device), None)
-    for owner, attribute in entry.owners:
-        make_sparse(owner, attribute, layout, form)
+    entry.read_as(layout, form)
 
 
 def _unpruned_values(tensor: Tensor, layout: Layout) -> Tensor:

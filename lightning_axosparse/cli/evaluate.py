@@ -44,7 +44,10 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 _KINDS = {
     "checkpoint": Kind("a Lightning checkpoint or a .safetensors file of its weights", TEXT.fits),
-    "loops": list_of("a list of loops", one_of("validate", "test")),
+    "loops": Kind(
+        "a list of loops, at least one of 'validate' and 'test'",
+        lambda value: bool(value) and list_of("", one_of("validate", "test")).fits(value),
+    ),
     "seed": SEED,
     "sample.prompts": list_of("a list of texts", TEXT),
     "sample.length": INDEX,

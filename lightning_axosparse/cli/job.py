@@ -103,7 +103,8 @@ class Job:
 def jobs_in(folder: Path) -> list[Job]:
     """Return the jobs that have begun in a sweep's folder, in the natural order of their names."""
     folders = [path.parent.parent for path in folder.rglob(".hydra/hydra.yaml")]
-    return [Job.read(path) for path in sorted(folders, key=lambda path: _natural_key(str(path)))]
+    found = [Job.read(path) for path in sorted(folders, key=lambda path: _natural_key(str(path)))]
+    return [job for job in found if "pruning" in job.config]  # Evaluations prune nothing.
 
 
 def command(

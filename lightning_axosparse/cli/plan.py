@@ -25,6 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = plan_parser()
     options = parser.parse_args(arguments)
+    if len(options.experts) > 2:
+        parser.error("--experts takes the number of experts, and how many compute each token")
     best: list[tuple[float, Plan]] = []
     for ratio in options.pruning_ratio:
         try:

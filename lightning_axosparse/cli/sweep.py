@@ -142,11 +142,10 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def _summary(points: Sequence[Point]) -> Section:
-    dense = _dense(points)
     others = [measure for measure in CURVES.values() if measure is not TEST_PERPLEXITY]
     rows = []
     for point in points:
-        increase = point.increase_over(dense, TEST_PERPLEXITY)
+        increase = point.increase_over(_dense_beside(point, points), TEST_PERPLEXITY)
         rows.append(
             (
                 point.label,
@@ -162,9 +161,10 @@ def _summary(points: Sequence[Point]) -> Section:
     return Section("Mean over seeds (least to most)", columns, rows)
 
 
-def _dense(points: Sequence[Point]) -> Point | None:
-    """Return the dense runs, with which others are compared."""
-    return next((p for p in points if (p.label, p.ratio) == ("dense", None)), None)
+def _dense_beside(point: Point, points: Sequence[Point]) -> Point | None:
+    """Return the dense runs that differ from a point in nothing else, if there are any."""
+    label = ", ".join(["dense", *point.label.split(", ")[1:]])
+    return next((p for p in points if (p.label, p.ratio) == (label, None)), None)
 
 
 def _mean_and_range(point: Point, measure: Measure) -> str:
@@ -304,9 +304,15 @@ def gather(folder: Path) -> list[Job]:
 def _warnings(points: Sequence[Point]) -> list[str]:
     """Say what the numbers of finished jobs do not show."""
     results = [job.result for point in points for job in point.jobs if job.result]
-    warnings = [too_short(min((result.tokens_per_parameter for result in results), default=0))]
-    if points and _dense(points) is None:
+    tokens = [r.tokens_per_parameter for r in results if r.tokens_per_parameter]
+    warnings = [too_short(min(tokens, default=0))]
+    pruned = [point for point in points if point.ratio is not None]
+    alone = [point.label for point in pruned if _dense_beside(point, points) is None]
+    if alone and len(alone) == len(pruned):
         warnings.append("No run of the dense arm has finished: what pruning costs is not known.")
+    elif alone:
+        names = "; ".join(dict.fromkeys(alone))
+        warnings.append(f"No dense run with the same settings has finished beside {names}.")
     return list(filter(None, warnings))
 
 

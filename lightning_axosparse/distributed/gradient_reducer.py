@@ -111,6 +111,7 @@ class _Bucket:
     group: dist.ProcessGroup
     parameters: list[nn.Parameter]
     missing: set[nn.Parameter] = field(default_factory=set)
+    sparse: set[nn.Parameter] = field(default_factory=set)
     nbytes: int = 0
     used: Tensor | None = None
     work: Any = None
@@ -142,6 +143,9 @@ class _Bucket:
             if gradient is None:
                 piece.zero_()
             else:
+                if gradient.is_sparse:
+                    gradient = gradient.to_dense()
+                    self.sparse.add(parameter)
                 torch.div(gradient.reshape(-1), accumulation.divisor, out=piece)
         used.copy_(torch.tensor(has_gradient))
         if part is None:
@@ -169,6 +173,8 @@ class _Bucket:
         for parameter, ranks in zip(self.parameters, self.used.tolist(), strict=True):
             if not ranks:
                 parameter.grad = None
+            elif parameter in self.sparse and type(parameter.grad) is Tensor:
+                parameter.grad = parameter.grad.to_sparse(1)  # As SparseAdam takes it.
         self.used = self.work = None
 
 

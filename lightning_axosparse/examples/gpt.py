@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -139,6 +140,18 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention(self.attention_norm(x), cache))
         output: Tensor = x + self.dropout(self.mlp(self.mlp_norm(x)))
         return output
+
+
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Set all parts of a module to evaluation mode inside the context."""
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
 
 
 class GPT(L.LightningModule):
@@ -318,16 +331,14 @@ class GPT(L.LightningModule):
             generator.seed()
         else:
             generator.manual_seed(seed)
-        training = self.training
-        self.eval()
-        caches = self.empty_caches()
-        for _ in range(n):
-            if caches[0].full:
-                caches = self.empty_caches()
-            unseen = tokens[:, -self.context :][:, caches[0].length :]
-            sampled = sample(self.decode(unseen, caches), temperature, generator)
-            tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
-        self.train(training)
+        with _evaluation_mode(self):
+            caches = self.empty_caches()
+            for _ in range(n):
+                if caches[0].full:
+                    caches = self.empty_caches()
+                unseen = tokens[:, -self.context :][:, caches[0].length :]
+                sampled = sample(self.decode(unseen, caches), temperature, generator)
+                tokens = torch.cat([tokens, sampled.to(tokens.device)], dim=1)
         return tokens
 
     @checked(ValueError, prompt=TEXT)

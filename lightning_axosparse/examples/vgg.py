@@ -15,6 +15,7 @@ from lightning_axosparse.support.arguments import (
     FRACTION,
     LAYERS,
     NOT_NEGATIVE,
+    Kind,
     checked,
     list_of,
 )
@@ -53,7 +54,10 @@ class VGG(L.LightningModule):
 
     @checked(
         ValueError,
-        blocks=list_of("the channels of each block, such as [[64, 64], [128, 128]]", LAYERS),
+        blocks=Kind(
+            "the channels of each block, such as [[64, 64], [128, 128]]",
+            lambda value: bool(value) and list_of("", LAYERS).fits(value),
+        ),
         image_channels=COUNT,
         classes=COUNT,
         learning_rate=NOT_NEGATIVE,

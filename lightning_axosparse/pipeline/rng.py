@@ -13,6 +13,7 @@ import ctypes
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -298,7 +299,8 @@ class SampledNumbers(PausableOperatorMode):
             return func(*args, **kwargs)
         if any(tensor.is_meta for tensor in tensors_in((args, kwargs))):
             # Another stage has the values; draw them here, so that later numbers are the same.
-            self.observe(func, *tree_map_only(Tensor, _real, (args, dict(kwargs))))
+            real = partial(_real, device=self._device)
+            self.observe(func, *tree_map_only(Tensor, real, (args, dict(kwargs))))
             return func(*args, **kwargs)
         own = _own_generators(args, kwargs)
         self.has_drawn_own |= bool(own)
@@ -403,8 +405,10 @@ class ComparedNumbers(SampledNumbers):
     pause = resume = begin_layers
 
 
-def _real(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor
+def _real(tensor: Tensor, device: torch.device) -> Tensor:
+    if not tensor.is_meta:
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
 def _own_generators(args: Any, kwargs: Any) -> list[torch.Generator]:

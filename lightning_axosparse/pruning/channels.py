@@ -418,8 +418,10 @@ class _Reader:
         return self._retain((args, kwargs), f"{name} reads them")
 
     def _concatenated(self, args: Any, kwargs: Any) -> Any:
-        tensors, *rest = args
+        tensors, *rest = args or (kwargs.get("tensors"),)
         dimension = rest[0] if rest else kwargs.get("dim", kwargs.get("axis", 0))
+        if not isinstance(tensors, list | tuple):
+            return self._retain((args, kwargs), "they are concatenated with unknown values")
         forms = {t.form for t in tensors if isinstance(t, _Value)}
         known = all(isinstance(t, _Value) for t in tensors)
         if known and dimension == 1 and forms in ({"map"}, {"vector"}):

@@ -332,7 +332,9 @@ class MaskRule:
         Returns:
             name -> bool tensor of the weight's shape, False where an entry is pruned.
         """
-        rule, sizes = self.resolved(module, optimizers), self.sizes(module)
+        # A weight that was frozen since fit began keeps its moments.
+        rule = self.resolved(module, optimizers) if self.score == "auto" else self
+        sizes = self.sizes(module)
         names = [name for name in sizes if counted is None or name in counted]
         owned = {entry.names[0]: entry for entry in owned_parameters(module)}
         stored = stored or partial(_stored_in, owned, optimizers)

@@ -162,7 +162,7 @@ class TensorShards:
         self._size = dist.get_world_size(self.group)
         self._placements: dict[str, Placement] = {}
         self._placement_of_parameter: dict[nn.Parameter, Placement] = {}
-        self._gradients_are_compared = False
+        self.gradients_are_compared = False
 
     @contextmanager
     def configuring(self) -> Iterator[None]:
@@ -300,14 +300,12 @@ class TensorShards:
         set_device_mesh(self._module, None)
 
     def validate_gradients(self, replicated: Mapping[str, nn.Parameter], tolerance: float) -> None:
-        """Check, once, that the gradients of replicated parameters are equal; collective.
+        """Check that the gradients of replicated parameters are equal; collective.
 
         They differ if a layer gets another part of the activation on each rank, but its style does
         not sum its gradient over the ranks.
         """
-        if self._gradients_are_compared:
-            return
-        self._gradients_are_compared = True
+        self.gradients_are_compared = True
         gradients = [parameter.grad for parameter in replicated.values()]
         own_norms = torch.tensor(
             [0.0 if g is None else float(local_part(g).double().norm()) for g in gradients]

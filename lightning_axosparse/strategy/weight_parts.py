@@ -31,7 +31,6 @@ from lightning_axosparse.sparse.module.parameters import (
     owned_parameters,
     set_values,
 )
-from lightning_axosparse.sparse.module.sparse_module import make_sparse
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
@@ -127,10 +126,9 @@ class SplitParameter:
         set_values(parameter, convert(parameter.detach()), gradient)
         if layout is not None:
             assert form is not None
-            for owner, attribute in self.entry.owners:
-                new_form = DenseForm(form.dtype)
-                new_form.compute_by(form.backend)
-                make_sparse(owner, attribute, layout, new_form)
+            new_form = DenseForm(form.dtype)
+            new_form.compute_by(form.backend)
+            self.entry.read_as(layout, new_form)
 
     def prepare_join(self) -> tuple[Layout | None, Callable[[Tensor], Tensor]]:
         """Return the whole layout, and a function that gathers stored values; collective."""

@@ -110,6 +110,7 @@ def test_two_stages_find_the_same(run, tmp_path):
         (["checkpoint={other}"], "'{other}' cannot be read"),
         (["checkpoint={sparse}"], "'model.0.tokens.weight' has shape (256, 16) in the file, ("),
         (["checkpoint={other}", "loops=[train]"], "loops=['train'] must be"),
+        (["checkpoint={other}", "loops=[]"], "loops=[] must be"),
         (["checkpoint={other}", "sample.length=-1"], "sample.length=-1 must be"),
     ],
 )

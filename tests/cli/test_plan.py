@@ -68,6 +68,7 @@ def test_a_model_that_does_not_fit_ends_the_command(capsys: pytest.CaptureFixtur
         (["--devices", str(10**30)], "is not a count: a whole number, 1 or more"),
         (["--efficiency", "0"], "'0' is not a fraction"),
         (["--efficiency", "50"], "'50' is not a fraction"),
+        (["--experts", "8", "2", "1"], "how many compute each token"),
         (["--latency", "nan"], "'nan' is not a finite number, at least 0"),
         (["--latency=-5"], "'-5' is not a finite number"),
         (["--overhead", "inf"], "'inf' is not a finite number"),

@@ -113,6 +113,17 @@ def test_generate_is_repeatable_and_goes_beyond_the_context():
     assert model.training
 
 
+def test_generate_leaves_the_modes_of_all_parts():
+    model = GPT(**TINY)
+    model.model[1].eval()
+    modes = [part.training for part in model.modules()]
+    model.generate("def ", 2)
+    assert [part.training for part in model.modules()] == modes
+    with pytest.raises(IndexError):
+        model.generate_tokens(torch.full((1, 2), 999), 1)
+    assert [part.training for part in model.modules()] == modes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_decoding_gives_the_logits_of_the_whole_forward_pass(dtype):
     model = GPT(**TINY).to(dtype).eval()

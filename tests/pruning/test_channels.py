@@ -133,6 +133,7 @@ STAYS: dict[str, tuple[Between, str]] = {
         Between(lambda m, x: torch.cat([x, torch.ones(1, 2, 8, 8)], 1)[:, :6]),
         "concatenated with others",
     ),
+    "parts": (Between(lambda m, x: torch.cat(x.chunk(2, 1), 1)), "chunk reads them"),
     "concatenated elsewhere": (
         Between(lambda m, x: torch.cat([x, x], 2)),
         "concatenated with others",
@@ -157,6 +158,7 @@ PASSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "pooling": lambda m, x: F.interpolate(F.avg_pool2d(F.max_pool2d(x, 2), 2), scale_factor=4.0),
     "places": lambda m, x: F.interpolate(F.max_pool2d(x, 2), size=(x.shape[2], x.size(3))),
     "concatenated": lambda m, x: m.narrow(torch.cat((x, x.relu()), dim=1)),
+    "concatenated by name": lambda m, x: m.narrow(torch.cat(tensors=[x, x.relu()], dim=1)),
 }
 
 

@@ -117,6 +117,14 @@ def test_a_function_gets_the_weight_and_its_state(model):
     assert values[masks].min() >= values[~masks].max()
 
 
+def test_a_weight_that_is_frozen_later_keeps_its_score(model):
+    adam = trained(model, torch.optim.Adam)
+    rule = MaskRule(0.5).resolved(model, [adam])
+    expected = flat(model, rule.masks(model, [adam]))
+    model[0].requires_grad_(False)
+    assert torch.equal(flat(model, rule.masks(model, [adam])), expected)
+
+
 def test_weights_that_were_not_trained_are_named(model):
     with pytest.raises(ValueError, match=r"'0\.weight' cannot be scored"):
         MaskRule(0.5, "saliency").masks(model, [torch.optim.Adam(model.parameters())])

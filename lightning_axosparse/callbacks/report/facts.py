@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from zlib import crc32
 
 from lightning_axosparse.callbacks.ticket_callback import Period
@@ -183,7 +183,7 @@ class RunFacts:
             "tokens_per_parameter": self.tokens_per_parameter,
             "dense_at_draw": dense and quality(dense.loss, dense.accuracy),
             "final": final and quality(final.loss, final.accuracy),
-            "test": self.test_loss and quality(self.test_loss, self.test_accuracy),
+            "test": None if self.test_loss is None else quality(self.test_loss, self.test_accuracy),
         }
         if self.regrid is not None:
             content["regrid"]["bubbles"] = self.regrid.bubbles
@@ -273,8 +273,9 @@ class RunResult:
 
     @property
     def period(self) -> Period:
-        """The last period of the training."""
-        return "sparse" if "sparse" in self.state_bytes else "dense"
+        """The last period of the training; "dense" if it had no batch."""
+        ran = [period for period in get_args(Period) if period in self.state_bytes]
+        return ran[-1] if ran else "dense"
 
     @property
     def validation_perplexity(self) -> float | None:

@@ -163,16 +163,19 @@ class TrainingReport(L.Callback):
         for each in (work, self._measured.recent):
             each.add(seconds, activities, getattr(trainer.strategy, "peak_in_flight", {}))
         work.in_flight = max(work.in_flight, getattr(trainer.strategy, "in_flight", 0))
-        # A tensor: to read its value, a GPU would have to end the step first.
-        self._measured.losses.append(outputs["loss"].detach() * trainer.accumulate_grad_batches)
-        self._measured.steps.append(trainer.global_step)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):  # A step may skip its batch.
+            # A tensor: to read its value, a GPU would have to end the step first.
+            self._measured.losses.append(loss.detach() * trainer.accumulate_grad_batches)
+            self._measured.steps.append(trainer.global_step)
         grid = grid_of(trainer)
         if grid.stage == 0:
             self._measured.tokens += _tokens(batch) / grid.replicas_per_batch
         if self._measured.recent.steps == trainer.log_every_n_steps:  # type: ignore[attr-defined]
             self._log_recent(trainer)
         if now.period == start.period and (trainer.is_last_batch or work.steps == 1):
-            work.state = asdict(state_bytes(pl_module, trainer.optimizers[0]))
+            optimizer = next(iter(trainer.optimizers), None)
+            work.state = asdict(state_bytes(pl_module, optimizer))
             work.reduced_bytes = getattr(trainer.strategy, "reduced_bytes", 0)
             if work.steps == 1:
                 _log_storage(trainer, work.state_bytes)
@@ -214,7 +217,7 @@ class TrainingReport(L.Callback):
             self.facts.distances = dict(pruning.distances)
             self.facts.threshold = pruning.search.threshold if pruning.search else None
             if pruning.ticket is not None:
-                self.facts.draw = _draw(pruning.ticket, measured.work)
+                self.facts.draw = _draw(pruning.ticket, pruning.drawn_at)
         if trainer.is_global_zero:
             names = self._draw_pictures(trainer)
             self._write(trainer)
@@ -298,12 +301,12 @@ def _logged(trainer: L.Trainer, name: str | None) -> float | None:
     return None if value is None else float(value)
 
 
-def _draw(ticket: Ticket | ChannelTicket, work: Mapping[Period, Work]) -> TicketDraw:
+def _draw(ticket: Ticket | ChannelTicket, step: int | None) -> TicketDraw:
     return TicketDraw(
         ticket.pruning_ratio,
         sparsity=ticket.layer_sparsity() if isinstance(ticket, Ticket) else {},
         density=1 - ticket.sparsity,
-        step=ticket.step if "dense" in work else None,
+        step=step,
         channels={} if isinstance(ticket, Ticket) else ticket.layer_channels(),
     )
 

@@ -322,8 +322,8 @@ class Placeholder(Tensor):
             f"{reader} reads {self.source} for the first time. Stages send each other the values "
             "that the step has read in the first batch of its loop, and those that the module's "
             "attributes referred to after it. Read the value in every batch (`loss = loss + 0 * "
-            "value.sum()`), put both ends into one stage (balance=...), or return it from "
-            "the layers return." + see("values-between-layers")
+            "value.sum()`), put both ends into one stage (balance=...), or let the layers return "
+            "it." + see("values-between-layers")
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -81,15 +81,16 @@ class WatchedLayer:
         self._namespaces = [
             names for module in self.paths for names in (vars(module), module._buffers)
         ]
-        self._entries = 0
+        self._last_names: list[tuple[int, str | None]] = []
         self._names: list[tuple[nn.Module, dict[str, Any], str]] = []
 
     def attributes(self) -> dict[tuple[nn.Module, str], _AttributeState]:
         """Return the state of each attribute that is a tensor, a list or a dict."""
-        # Called twice for each micro-batch and layer, so names are listed only if some are new.
-        entries = sum(map(len, self._namespaces))
-        if entries != self._entries:
-            self._entries, self._names = entries, list(self._list_names())
+        # Called twice for each micro-batch and layer, so names are listed only if some are new: a
+        # new one is the last in its dict.
+        last_names = [(len(names), next(reversed(names), None)) for names in self._namespaces]
+        if last_names != self._last_names:
+            self._last_names, self._names = last_names, list(self._list_names())
         states: dict[tuple[nn.Module, str], _AttributeState] = {}
         for module, values, name in self._names:
             value: Any = values.get(name)

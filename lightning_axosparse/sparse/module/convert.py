@@ -27,7 +27,6 @@ from lightning_axosparse.sparse.module.parameters import (
 )
 from lightning_axosparse.sparse.module.sparse_module import (
     forget_layout,
-    make_sparse,
     validate_class,
 )
 from lightning_axosparse.sparse.ops import convolution, embedding
@@ -191,8 +190,7 @@ def _to_sparse(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | Non
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         state.update(compress_state(state, layout, master))
-    for owner, attribute in entry.owners:
-        make_sparse(owner, attribute, layout, form)
+    entry.read_as(layout, form)
 
 
 def _prune_further(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
@@ -210,8 +208,7 @@ def _prune_further(entry: OwnedParameter, layout: Layout, optimizer: Optimizer |
     if optimizer is not None and parameter in optimizer.state:
         state = optimizer.state[parameter]
         state.update({key: select(value) for key, value in state.items()})
-    for owner, attribute in entry.owners:
-        make_sparse(owner, attribute, layout, DenseForm(form.dtype))
+    entry.read_as(layout, DenseForm(form.dtype))
 
 
 def _to_dense(entry: OwnedParameter, optimizer: Optimizer | None) -> None:

@@ -72,6 +72,11 @@ class OwnedParameter:
     def whole_shape(self, shape: torch.Size | None) -> None:
         vars(self.parameter)["whole_shape"] = shape
 
+    def read_as(self, layout: Layout, form: DenseForm) -> None:
+        """Let all owners read its values as a weight of this layout, in one dense form."""
+        for owner, attribute in self.owners:
+            make_sparse(owner, attribute, layout, form)
+
     def dense(self) -> Tensor:
         """Return a dense copy of its values, in the dtype of its dense form."""
         assert self.stored is not None

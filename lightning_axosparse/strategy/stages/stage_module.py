@@ -244,7 +244,9 @@ class StageModule:
 
     def validate_replicated_gradients(self, tolerance: float) -> None:
         """Once a run, compare gradients that are replicated in a tensor group; collective."""
-        if self.tensors is not None and self.shared.step_reducer is self.shared.reducer:
+        if self.tensors is None or self.tensors.gradients_are_compared:
+            return
+        if self.shared.step_reducer is self.shared.reducer:
             local = self.sharding.local_parameters()
             replicated = {n: p for n, p in local.items() if n not in self.weight_parts.parameters}
             self.shared.wait_for(replicated.values())

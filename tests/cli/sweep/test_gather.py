@@ -6,7 +6,8 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_axosparse.cli.sweep import gather, main, resume_command, summary
+from lightning_axosparse.cli.sweep import Point, gather, main, resume_command, summary
+from lightning_axosparse.cli.sweep import _dense_beside as dense_beside
 from tests.cli.sweep.jobs import write_job
 
 PICTURES = ["all_reduce.png", "draw_step.png", "memory.png", "perplexity.png", "step_time.png"]
@@ -125,3 +126,9 @@ def test_a_folder_without_jobs_ends_it(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([str(tmp_path / "none")])
     assert "is not a folder" in capsys.readouterr().err
+
+
+def test_runs_are_compared_with_dense_ones_of_the_same_settings():
+    dense = [Point(f"dense, model.depth={depth}", None, []) for depth in (2, 4)]
+    pruned = [Point(f"ticket, model.depth={depth}", 0.8, []) for depth in (2, 4, 6)]
+    assert [dense_beside(point, [*dense, *pruned]) for point in pruned] == [*dense, None]

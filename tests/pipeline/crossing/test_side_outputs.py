@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from lightning_axosparse.pipeline.crossing.message import Activation, encode
+from lightning_axosparse.pipeline.crossing.side_outputs import WatchedLayer
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.pipeline import Pipeline
 from lightning_axosparse.pipeline.stage_step import Rerun
@@ -487,3 +488,13 @@ def test_an_attribute_that_a_compiled_layer_sets_is_sent() -> None:
         return lambda x: model(x).mean() + sum(m.seen * (i + 1) for i, m in enumerate(model))
 
     assert_as_on_one_process(prepare)
+
+
+def test_a_watched_layer_sees_an_attribute_in_the_place_of_another() -> None:
+    layer = Layer()
+    layer.one = torch.ones(1)
+    watched = WatchedLayer("layer", layer)
+    assert {name for _, name in watched.attributes()} >= {"one"}
+    del layer.one
+    layer.other = torch.ones(1)
+    assert {name for _, name in watched.attributes()} >= {"other"}

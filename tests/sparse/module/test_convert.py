@@ -301,3 +301,13 @@ def test_masks_that_keep_nothing_or_all_train_as_masked_dense_weights_do(
         torch.testing.assert_close(sparse.state_dict()[name], value)
     densify(sparse, optimizers[0])
     torch.testing.assert_close(sparse[0].weight, dense[0].weight)
+
+
+def test_tied_weights_have_one_dense_copy_when_more_is_pruned():
+    model = Tied()
+    half, fewer = (torch.arange(88).view(11, 8) % n == 0 for n in (2, 4))
+    sparsify(model, {"embedding.weight": half}, compute="samo")
+    sparsify(model, {"embedding.weight": fewer}, compute="samo")
+    forms = [layer._stored["weight"].form for layer in (model.embedding, model.head)]
+    assert forms[0] is forms[1]
+    assert forms[0].copy is not None
