@@ -1,4 +1,4 @@
-"""The model and the data that the command line and the notebooks use.
+"""The models and the data that the command line and the notebooks use.
 
 It may import from support.
 """

@@ -50,7 +50,7 @@ class AxoSparseStrategy(PipelineStrategy):
             step with a batch of the loader. These calls compute no values, and consume no batch.
         balance: "parameters" partitions the layers so that the largest stage is as small as
             possible; a sequence gives the number of layers of each stage. If a stage computes
-            much longer than the others, the first batches log the time of each.
+            much longer than the others on CPU, the first batches log the time of each.
         in_flight: most micro-batches that a stage may hold between forward and backward, if
             ``loss`` is not "whole", for which it holds all. None takes as many as memory allows
             after the first step, and again after a ticket was drawn: from ``g_inter``, as in 1F1B,
@@ -63,15 +63,15 @@ class AxoSparseStrategy(PipelineStrategy):
         split_batch: splits a batch into micro-batches, ``(batch, microbatches) -> list``, such as
             ``lambda batch, n: list(zip(batch[0].chunk(n, 1), batch[1].chunk(n)))``. None splits
             tensors along the first dimension, and passes anything else to every micro-batch; the
-            first batch prints which. If the loader does not collate as torch's does, all first
+            debug log says which. If the loader does not collate as torch's does, all first
             dimensions must agree.
         loss: how the loss is differentiated. "whole", which is right for every loss: once a batch,
             after all forward passes, so that a stage holds all micro-batches. "mean" and "sum" say
             that the loss is a mean, or a sum, over samples: it is differentiated micro-batch by
             micro-batch, and a stage holds only ``in_flight``. A function says that it is a mean
             over something else, and returns its number for a micro-batch, such as
-            ``lambda batch: (batch["labels"] != -100).sum()``. Batches 1, 2, 4, 8, ... are compared
-            with the whole, and raise an error if this is not right.
+            ``lambda batch: (batch["labels"] != -100).sum()``. Batches 1, 2, 4, 8, ... and the first
+            of epochs are compared with the whole, and raise an error if this is not right.
         save_distributed_checkpoint: write checkpoints as folders, to which all stages write their
             own tensors at once, as with Lightning's ``ModelParallelStrategy``. Every grid resumes
             from them, and ``python -m lightning_axosparse.checkpoint.consolidate`` converts a

@@ -1,4 +1,4 @@
-"""Functions for all other subpackages: atomic files, argument validation, free memory, trace.
+"""Functions for all other subpackages: files, arguments, memory, torch's internals, traces.
 
 It imports from no other subpackage.
 """

@@ -175,7 +175,8 @@ class Activation(NamedTuple):
         side_outputs: of all layers so far.
         fingerprint: of the batch.
         is_empty: whether the step has ended on the stage, without calling a layer.
-        has_failed: whether the step has raised an error there, in a probe or a comparison.
+        has_failed: whether the step has raised an error there, in a probe or a comparison, or has
+            read a value that was not sent.
     """
 
     output: Any = None
