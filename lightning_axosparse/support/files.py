@@ -33,6 +33,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PREFIX = "axosparse-"
 LOCK = "lock"
 """The file in a temporary folder that is locked as long as its process runs."""
+_RANDOM = "12345678"
+"""As many characters as ``tempfile`` adds to a name."""
 _MAX_SOCKET_FOLDER = 107 - len("/listener-12345678")
 """Characters of a folder for sockets, whose paths may have 107."""
 
@@ -158,7 +160,7 @@ def temporary_folder() -> Iterator[Path]:
     killed processes are removed first.
     """
     remove_orphans(Path(tempfile.gettempdir()))
-    prefix = f"{_PREFIX}{os.getpid()}-"
+    prefix = _temporary_name().name.removesuffix(_RANDOM)
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
         folder = Path(path)
         unlocked = folder / "unlocked"
@@ -167,6 +169,11 @@ def temporary_folder() -> Iterator[Path]:
             # Renamed once it is locked, as other processes remove folders with an unlocked file.
             unlocked.rename(folder / LOCK)
             yield folder
+
+
+def _temporary_name() -> Path:
+    """Return the path of a temporary folder of this process, up to its random end."""
+    return Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}-{_RANDOM}"
 
 
 def remove_orphans(folder: Path) -> None:
@@ -201,13 +208,12 @@ def put_sockets_in(folder: Path | None = None) -> None:
         folder: the folder; None: a temporary one.
     """
     settings = process.current_process()._config  # type: ignore[attr-defined]
-    if "tempdir" in settings:
+    if "tempdir" in settings or len(str(folder or _temporary_name())) > _MAX_SOCKET_FOLDER:
         return
     if folder is None:
         folder = _until_exit.enter_context(temporary_folder())
         atexit.register(_until_exit.close)
-    if len(str(folder)) <= _MAX_SOCKET_FOLDER:
-        settings["tempdir"] = str(folder)
+    settings["tempdir"] = str(folder)
 
 
 _LARGEST = 2**63 - 1

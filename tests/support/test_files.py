@@ -140,3 +140,16 @@ def test_names_of_sockets_are_not_too_long(length: int, monkeypatch: pytest.Monk
     with temporary_folder() as folder:
         put_sockets_in(folder / ("x" * length))
     assert ("tempdir" in settings) == (length == 10)
+
+
+def test_a_folder_with_too_long_a_name_for_sockets_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {}
+    monkeypatch.setattr(process.current_process(), "_config", settings)
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    put_sockets_in()
+    assert not settings
+    assert not [*folder.iterdir()]
