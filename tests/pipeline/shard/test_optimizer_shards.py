@@ -38,7 +38,8 @@ def elements(run: L.Trainer) -> dict[str, tuple[int, int]]:
     """Of each parameter that this rank has, its elements and those of its state."""
 
     def most(state: dict[str, Any]) -> int:
-        return max(v.numel() for v in state.values() if isinstance(v, Tensor) and v.dim())
+        counts = ("step", "mu_product")  # Of NAdam.
+        return max(v.numel() for k, v in state.items() if isinstance(v, Tensor) and k not in counts)
 
     states = run.optimizers[0].state
     held = run.strategy.local_parameters()  # type: ignore[attr-defined]
