@@ -34,6 +34,7 @@ from lightning_axosparse.support.arguments import (
     check,
     list_of,
     one_of,
+    sequence_of,
     short_repr,
 )
 from lightning_axosparse.support.troubleshooting import see, without_link
@@ -44,10 +45,7 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 _KINDS = {
     "checkpoint": Kind("a Lightning checkpoint or a .safetensors file of its weights", TEXT.fits),
-    "loops": Kind(
-        "a list of loops, at least one of 'validate' and 'test'",
-        lambda value: bool(value) and list_of("", one_of("validate", "test")).fits(value),
-    ),
+    "loops": sequence_of("a list of at least one loop", one_of("validate", "test")),
     "seed": SEED,
     "sample.prompts": list_of("a list of texts", TEXT),
     "sample.length": INDEX,

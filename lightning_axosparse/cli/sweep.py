@@ -64,13 +64,19 @@ CURVES = {
 class Point:
     """The finished jobs of one arm at one ratio, in the order of their seeds.
 
-    ``label`` names the arm, and the job's overrides of other keys in which jobs of the sweep
-    differ, such as "ticket, model.depth=2"; ``ratio`` is None if the arm is the same at all ratios.
+    ``settings`` are the jobs' overrides of other keys in which jobs of the sweep differ, such as
+    "model.depth=2"; ``ratio`` is None if the arm is the same at all ratios.
     """
 
-    label: str
+    arm: str
+    settings: tuple[str, ...]
     ratio: float | None
     jobs: Sequence[Job]
+
+    @property
+    def label(self) -> str:
+        """The arm and the settings, such as "ticket, model.depth=2"."""
+        return ", ".join([self.arm, *self.settings])
 
     def values(self, measure: Measure) -> list[float]:
         """Return a number of all jobs that have it, in the order of their seeds."""
@@ -95,14 +101,13 @@ class Point:
 def group_jobs(jobs: Sequence[Job]) -> list[Point]:
     """Group finished jobs by arm and ratio."""
     keys = differing_keys(jobs)
-    groups: dict[tuple[str, float | None], list[Job]] = {}
+    groups: dict[tuple[str, tuple[str, ...], float | None], list[Job]] = {}
     for job in jobs:
         if job.result is not None:
-            label = ", ".join([job.arm, *(f"{k}={v}" for k, v in overrides_of(job, keys).items())])
-            groups.setdefault((label, job.ratio), []).append(job)
+            settings = tuple(f"{k}={v}" for k, v in overrides_of(job, keys).items())
+            groups.setdefault((job.arm, settings, job.ratio), []).append(job)
     points = [
-        Point(label, ratio, sorted(group, key=lambda job: job.seed))
-        for (label, ratio), group in groups.items()
+        Point(*place, sorted(group, key=lambda job: job.seed)) for place, group in groups.items()
     ]
     return sorted(points, key=lambda point: (point.label, point.ratio or 0))
 
@@ -163,8 +168,8 @@ def _summary(points: Sequence[Point]) -> Section:
 
 def _dense_beside(point: Point, points: Sequence[Point]) -> Point | None:
     """Return the dense runs that differ from a point in nothing else, if there are any."""
-    label = ", ".join(["dense", *point.label.split(", ")[1:]])
-    return next((p for p in points if (p.label, p.ratio) == (label, None)), None)
+    place = "dense", point.settings, None
+    return next((p for p in points if (p.arm, p.settings, p.ratio) == place), None)
 
 
 def _mean_and_range(point: Point, measure: Measure) -> str:

@@ -15,9 +15,8 @@ from lightning_axosparse.support.arguments import (
     FRACTION,
     LAYERS,
     NOT_NEGATIVE,
-    Kind,
     checked,
-    list_of,
+    sequence_of,
 )
 
 ImageBatch = tuple[Tensor, Tensor]
@@ -54,10 +53,7 @@ class VGG(L.LightningModule):
 
     @checked(
         ValueError,
-        blocks=Kind(
-            "the channels of each block, such as [[64, 64], [128, 128]]",
-            lambda value: bool(value) and list_of("", LAYERS).fits(value),
-        ),
+        blocks=sequence_of("the channels of each block, such as [[64, 64], [128, 128]]", LAYERS),
         image_channels=COUNT,
         classes=COUNT,
         learning_rate=NOT_NEGATIVE,

@@ -83,6 +83,14 @@ def list_of(wanted: str, kind: Kind) -> Kind:
     )
 
 
+def sequence_of(wanted: str, kind: Kind) -> Kind:
+    """Lists and tuples with at least one entry, all of ``kind``."""
+    entries = list_of(wanted, kind)
+    return Kind(
+        wanted, lambda value: isinstance(value, Sequence) and len(value) > 0 and entries.fits(value)
+    )
+
+
 COUNT = integer(1)
 INDEX = integer(0)
 SEED = integer(0, 2**32 - 1)
@@ -93,14 +101,8 @@ BOOL = instance_of("True or False", bool)
 FUNCTION = Kind("a function", callable)
 TEXT = Kind("a text that is not empty", lambda value: isinstance(value, str) and value != "")
 PATH = TEXT | instance_of("a path", os.PathLike)
-NAMES = Kind(
-    "names, such as ['stem', 'layer1']",
-    lambda value: isinstance(value, Sequence) and len(value) > 0 and list_of("", TEXT).fits(value),
-)
-LAYERS = Kind(
-    "the number of layers of each stage, such as [3, 5]",
-    lambda value: isinstance(value, Sequence) and len(value) > 0 and list_of("", COUNT).fits(value),
-)
+NAMES = sequence_of("names, such as ['stem', 'layer1']", TEXT)
+LAYERS = sequence_of("the number of layers of each stage, such as [3, 5]", COUNT)
 MODULE = instance_of("an nn.Module", nn.Module)
 OPTIMIZER = instance_of("a torch Optimizer", Optimizer)
 DISTANCES = Kind(

@@ -31,6 +31,9 @@ Ready = Callable[[], bool]
 _MOST_SLOTS = 4096
 """More slots than messages that are ever on their way between two ranks."""
 
+_flags: list[Tensor] = []
+"""All flags of this process: the other rank may set slots free when their staging is gone."""
+
 
 class DeviceSlot(NamedTuple):
     """A filled slot on the sender's device; can be pickled.
@@ -150,6 +153,7 @@ class DeviceStaging(_Streams):
         own = arena()
         assert own is not None
         flags = own.block(_MOST_SLOTS)
+        _flags.append(flags)
         self._arena, self._offset = own.address, own.offset(flags)
         self._in_use = flags.zero_().numpy()
         self._slots: list[Tensor] = []

@@ -42,6 +42,7 @@ class DenseCopy:
 
     Attributes:
         dtype: the dtype of the copy; None before the first read.
+        dense: the dense tensor, if memory is allocated for it.
         contents: what it was filled from, and the dense tensor; None if it has to be filled anew.
         is_used: whether it was used since it was filled.
     """
@@ -51,14 +52,9 @@ class DenseCopy:
         self.contents: _Contents | None = None
         self.is_used = False
         self._training = True
-        self._dense: Tensor | None = None
+        self.dense: Tensor | None = None
         self._filled_at = (-1, -1)
         self._copies: _Copies | None = None
-
-    @property
-    def dense(self) -> Tensor | None:
-        """The dense tensor, if memory is allocated for it."""
-        return self._dense
 
     def configure(self, dtype: torch.dtype, training: bool) -> None:
         """Set the dtype and the module's mode; a change fills the copy at its next use."""
@@ -75,7 +71,7 @@ class DenseCopy:
 
     def release(self) -> None:
         """Free the memory until the next use."""
-        self._dense = self.contents = None
+        self.dense = self.contents = None
 
     def filled(self, values: Tensor, layout: Layout) -> Tensor:
         """Return the copy with the current values; valid until they change.
@@ -99,11 +95,11 @@ class DenseCopy:
         return contents.dense
 
     def _allocated(self, values: Tensor, layout: Layout) -> Tensor:
-        if self._dense is None:
+        if self.dense is None:
             # A tensor created in inference mode could not be written outside it.
             with torch.inference_mode(False):
-                self._dense = torch.empty(layout.shape, dtype=self.dtype, device=values.device)
-        return self._dense
+                self.dense = torch.empty(layout.shape, dtype=self.dtype, device=values.device)
+        return self.dense
 
     def is_stale(self) -> bool:
         """Return whether the values may have changed since the copy was filled."""

@@ -129,6 +129,6 @@ def test_a_folder_without_jobs_ends_it(tmp_path, capsys):
 
 
 def test_runs_are_compared_with_dense_ones_of_the_same_settings():
-    dense = [Point(f"dense, model.depth={depth}", None, []) for depth in (2, 4)]
-    pruned = [Point(f"ticket, model.depth={depth}", 0.8, []) for depth in (2, 4, 6)]
+    dense = [Point("dense", (f"model.depth={depth}",), None, []) for depth in (2, 4)]
+    pruned = [Point("ticket", (f"model.depth={depth}",), 0.8, []) for depth in (2, 4, 6)]
     assert [dense_beside(point, [*dense, *pruned]) for point in pruned] == [*dense, None]
