@@ -103,8 +103,13 @@ def queued_copies(runtime: Runtime) -> Iterator[list[tuple[Tensor, Any]]]:
         yield used
 
 
+_shared: list[Tensor] = []
+"""Allocated until this process ends; torch frees memory of a GPU when nobody has it mapped."""
+
+
 def share(tensor: Tensor) -> tuple[Any, ...]:
     """Move a tensor into shared memory, as ``reduce_tensor`` shares one of a GPU."""
+    _shared.append(tensor)
     return _map, tuple(tensor.untyped_storage()._share_filename_cpu_())
 
 
