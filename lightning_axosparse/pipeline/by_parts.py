@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.batch_layout import copied_batch
 from lightning_axosparse.pipeline.crossing.message import (
     EMPTY,
     NOTHING,
@@ -94,32 +93,19 @@ def not_by_parts(problem: str) -> MisconfigurationException:
     )
 
 
-class PartEffects(Protocol):
-    """The effects of runs on micro-batches: ``strategy.step.effects.StepEffects``."""
-
-    def of_part(self) -> Any:
-        """Return a context that records the log calls of a run, and undoes its other effects."""
-
-    def only_logs_loss(self, output: Any, loss: Tensor) -> bool:
-        """Whether this run did no more than to return a loss, and to log it as the others did."""
-
-
 class PartedStageStep(TrainingStageStep):
     """The last stage, where losses are differentiated by parts.
 
     Args:
         shared: as for :class:`TrainingStageStep`.
         reduction: how the loss of the batch follows from its samples.
-        effects: the effects of runs on micro-batches.
         keeps: whether to keep the layer outputs, for a run of the end of the step on the batch.
         more: as for :class:`TrainingStageStep`.
     """
 
-    def __init__(
-        self, *shared: Any, reduction: Reduction, effects: PartEffects, keeps: bool, **more: Any
-    ) -> None:
+    def __init__(self, *shared: Any, reduction: Reduction, keeps: bool, **more: Any) -> None:
         super().__init__(*shared, **more)
-        self._effects, self._keeps = effects, keeps
+        self._keeps = keeps
         self._weights = LossWeights(reduction, self.batch.microbatches)
         self._losses: list[Tensor] = []
         self.activations: list[Activation] = []
@@ -137,11 +123,11 @@ class PartedStageStep(TrainingStageStep):
             run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
             run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
             if not self.batch.numbers:  # Python's and NumPy's generators stay, so draws show.
-                run.seed_layers = partial(self._rng.seed_torch, microbatch, self.stage)
-                run.draws = self._rng.noticed_draws()
+                run.seed_layers = partial(self.batch.rng.seed_torch, microbatch, self.stage)
+                run.draws = self.batch.rng.noticed_draws()
             measured = self._limit.measured(self.stage, run.received.tensors)
-            with self._effects.of_part(), measured:
-                output = self._run_step(run, part, copied_batch(part.batch))
+            with self.batch.effects.of_part(), measured:
+                output = self._run_step(run, part)
             self._losses.append(loss_of(output))
             self.returns_mapping = isinstance(output, Mapping)
             self.rerun = self.rerun or self._why_again(run, output)
@@ -161,8 +147,8 @@ class PartedStageStep(TrainingStageStep):
             raise not_by_parts(numbers.problem)
         if self._keeps:
             return None
-        has_drawn = numbers is not None and (numbers.has_drawn_own or self._rng.has_drawn())
-        if has_drawn or not self._effects.only_logs_loss(output, self._losses[-1]):
+        has_drawn = numbers is not None and (numbers.has_drawn_own or self.batch.rng.has_drawn())
+        if has_drawn or not self.batch.effects.only_logs_loss(output, self._losses[-1]):
             return Rerun.HAS_OTHER_EFFECTS
         return None
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
     Link,
@@ -16,19 +17,20 @@ from lightning_axosparse.pipeline.crossing.message import (
     detached_message,
 )
 from lightning_axosparse.pipeline.engine import SharedOrder, StageRun, run
-from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.rng import PipelineRNG
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
-    Batch,
     KeepingStep,
     ProbingStep,
     StageStep,
-    TrainingBatch,
     TrainingStageStep,
 )
-from lightning_axosparse.pipeline.step_end import EndedStageStep, StepEnd, WholeStageStep, WholeStep
+from lightning_axosparse.pipeline.step_end import (
+    EndedStageStep,
+    StepEnd,
+    WholeStageStep,
+    run_undivided,
+)
 from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.trace import clock
@@ -44,7 +46,6 @@ class Pipeline:
         links: for each stage of this process, its link to adjacent stages.
         schedule: schedule of training.
         limit: the in-flight limit.
-        rng: seeds the random numbers of a batch.
         gather: returns the values of all ranks of the pipeline.
         order: the order of passes, if other ranks share layers with this one.
         outer_parameters: returns the parameters outside the layers.
@@ -56,7 +57,6 @@ class Pipeline:
         links: Mapping[int, Link],
         schedule: type[Schedule],
         limit: InFlightLimit,
-        rng: PipelineRNG,
         gather: Callable[[Any], list[Any]],
         order: SharedOrder | None = None,
         outer_parameters: Callable[[], Collection[nn.Parameter]] = list,
@@ -66,8 +66,7 @@ class Pipeline:
         self.peak_in_flight: dict[int, int] = {}
         """Largest number of micro-batches that each stage held in the last training batch."""
         self._layers, self._links = layers, links
-        self._rng, self._gather = rng, gather
-        self._outer_parameters = outer_parameters
+        self._gather, self._outer_parameters = gather, outer_parameters
         self._stages = len(layers.parts)
 
     @property
@@ -76,9 +75,7 @@ class Pipeline:
         return self._stages > 1
 
     def train(
-        self,
-        batch: TrainingBatch,
-        by_parts: Callable[..., TrainingStageStep] | None = None,
+        self, batch: Batch, by_parts: Callable[..., TrainingStageStep] | None = None
     ) -> tuple[TrainingStageStep | None, bool]:
         """Run a training step forward and backward.
 
@@ -92,29 +89,17 @@ class Pipeline:
             the batch has to run again.
         """
         self.limit.begin_batch(held=len(batch.microbatches) if by_parts is None else 0)
-        order = self._order(self._schedule, batch, forwards_first=by_parts is None)
-        first = min(self._links)
-        front = self._front(batch)
-        steps: dict[int, TrainingStageStep] = {}
-        for stage in self._links:
-            make: Callable[..., TrainingStageStep] = TrainingStageStep
-            if stage == self._stages - 1:
-                make = by_parts or (EndedStageStep if self.is_divided else WholeStageStep)
-            has_front = front is not None and stage == 0
-            steps[stage] = make(
-                *(stage, batch, self._layers, self._rng, front.of if front else _as_they_are),
-                limit=self.limit,
-                is_first_here=stage == first,
-                deferred=self._outer_parameters() if has_front else (),
-                end_backward=front.backward if front and has_front else _nothing,
-            )
-        runs = self._runs(steps, order)
-        with self._layers.backwards_followed():
-            if front is not None:
-                front.run()
-            run(runs)
+        first, last = min(self._links), self._stages - 1
+        of_last = by_parts or (EndedStageStep if self.is_divided else WholeStageStep)
+
+        def make(stage: int, *shared: Any) -> TrainingStageStep:
+            kind = of_last if stage == last else TrainingStageStep
+            return kind(stage, *shared, limit=self.limit, is_first_here=stage == first)
+
+        front, forwards_first = self._front(batch), by_parts is None
+        steps, runs = self._run(batch, make, self._schedule, front, forwards_first)
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
-        return steps.get(self._stages - 1), steps[first].is_void
+        return steps.get(last), steps[first].is_void
 
     def evaluate(self, batch: Batch) -> Any:
         """Run a step forward only.
@@ -127,7 +112,7 @@ class Pipeline:
         """
         if not self.is_divided:
             with self._layers.backwards_followed():
-                return WholeStep(0, batch, self._layers, self._rng).run()
+                return run_undivided(batch, may_call_none=True)
         last = self._stages - 1
         kinds: dict[int, type[StageStep]] = {last: KeepingStep}
         steps = self.forward(
@@ -135,9 +120,8 @@ class Pipeline:
         )
         if not isinstance(passed := steps.get(last), KeepingStep):
             return None
-        end = StepEnd(batch, self._layers, self._rng)
         with self._layers.backwards_followed(), clock.span("forward", last):
-            return end.run(passed.activations, may_call_none=True)
+            return StepEnd(batch).run(passed.activations, may_call_none=True)
 
     def forward(self, batch: Batch, make: Callable[..., S]) -> dict[int, S]:
         """Run the forward passes of micro-batches.
@@ -149,14 +133,7 @@ class Pipeline:
         Returns:
             The steps of the stages of this process.
         """
-        front = self._front(batch)
-        shared = batch, self._layers, self._rng, front.of if front else _as_they_are
-        steps = {stage: make(stage, *shared) for stage in self._links}
-        with self._layers.backwards_followed():
-            if front is not None:
-                front.run()
-            run(self._runs(steps, self._order(ForwardOnly, batch)))
-        return steps
+        return self._run(batch, make, ForwardOnly, self._front(batch))[0]
 
     def probe(self, batch: Batch) -> dict[int, StageReads]:
         """Run the first micro-batch forward, and return the values that each stage reads of others.
@@ -166,11 +143,10 @@ class Pipeline:
         """
         one = batch.microbatches[0]._replace(number=0)
         batch = replace(batch, microbatches=[one], crossing=None)
-        steps = {n: ProbingStep(n, batch, self._layers, self._rng) for n in self._links}
-        with self._layers.backwards_followed():
-            run(self._runs(steps, self._order(ForwardOnly, batch)))
-            reads = {stage: step.reads for stage, step in steps.items()}
-            if self._stages - 1 in steps:
+        steps, _ = self._run(batch, ProbingStep, ForwardOnly)
+        reads = {stage: step.reads for stage, step in steps.items()}
+        if self._stages - 1 in steps:
+            with self._layers.backwards_followed():
                 reads[self._stages] = self._read_by_end(batch, steps[self._stages - 1])
         gathered = self._gather(reads)
         return {stage: each for others in gathered for stage, each in others.items()}
@@ -183,8 +159,7 @@ class Pipeline:
         message = detached_message(activation)[1]
         try:
             with batch.effects.read():
-                end = StepEnd(batch, self._layers, self._rng)
-                end.rehearse(batch.microbatches[0], message, reads=reads)
+                StepEnd(batch).rehearse(batch.microbatches[0], message, reads=reads)
         except Exception:  # The step raises it again when it runs.
             return reads
         # Always, as ``vmap`` and functions of autograd read tensors without a torch function.
@@ -197,29 +172,33 @@ class Pipeline:
         """Create the run of the code before the layers; None if another process runs it."""
         if 0 not in self._links or not self.is_divided:
             return None
-        return StepFront(batch, self._layers, self._rng)
+        parameters = () if batch.backward is None else self._outer_parameters()
+        return StepFront(batch, parameters)
 
-    def _order(
-        self, schedule: type[Schedule], batch: Batch, forwards_first: bool = False
-    ) -> dict[int, Schedule]:
-        """Create the schedule of each stage of this process for a batch."""
-        shared = self._stages, len(batch.microbatches), self.limit.value, forwards_first
-        return {stage: schedule(stage, *shared) for stage in self._links}
-
-    def _runs(
-        self, steps: Mapping[int, StageStep], order: Mapping[int, Schedule]
-    ) -> list[StageRun]:
-        return [
+    def _run(
+        self,
+        batch: Batch,
+        make: Callable[..., S],
+        schedule: type[Schedule],
+        front: StepFront | None = None,
+        forwards_first: bool = False,
+    ) -> tuple[dict[int, S], list[StageRun]]:
+        """Run a batch through the stages of this process; return their steps and runs."""
+        steps = {stage: make(stage, batch, front if stage == 0 else None) for stage in self._links}
+        count, limit, stages = len(batch.microbatches), self.limit.value, self._stages
+        runs = [
             StageRun(
-                stage, self._stages, order[stage], self._links[stage], step, self._shared_order
+                stage,
+                stages,
+                schedule(stage, stages, count, limit, forwards_first),
+                self._links[stage],
+                step,
+                self._shared_order,
             )
             for stage, step in steps.items()
         ]
-
-
-def _as_they_are(part: MicroBatch) -> None:
-    """Return no replacement for the first layer's inputs."""
-
-
-def _nothing() -> None:
-    pass
+        with self._layers.backwards_followed():
+            if front is not None:
+                front.run()
+            run(runs)
+        return steps, runs

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.memory import is_oom_error
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
-from lightning_axosparse.pipeline.batch_layout import copied_batch
+from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
     NOTHING,
     Activation,
-    Crossing,
     Gradients,
     Message,
-    SentValues,
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
-from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
-from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
-from lightning_axosparse.pipeline.stage_forward import (
-    FirstInputs,
-    Mode,
-    PipelinedLayers,
-    StageEdge,
-    StepRun,
-)
-from lightning_axosparse.support.torch_internals import PausableOperatorMode
+from lightning_axosparse.pipeline.stage_forward import StageEdge, StepRun
+from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -50,141 +38,23 @@ class Rerun(Enum):
     HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
 
 
-class LossBackward(Protocol):
-    """Differentiates the losses of a batch: ``strategy.step.batch_gradients.BatchGradients``."""
-
-    def differentiate(self, loss: Tensor) -> None:
-        """Differentiate the loss of the batch, or the weighted loss of a micro-batch."""
-
-    def begin_last(self, deferred: Collection[nn.Parameter] = ()) -> None:
-        """Prepare for the last backward pass of this process, which makes gradients final.
-
-        Args:
-            deferred: parameters whose gradients are final only after :meth:`mark_final`.
-        """
-
-    def mark_final(self, parameter: nn.Parameter) -> None:
-        """Mark the gradient of one of the deferred parameters as final."""
-
-
-class Effects(Protocol):
-    """The effects of runs: logs, metrics, attributes (``strategy.step.effects.StepEffects``)."""
-
-    @property
-    def modes(self) -> Sequence[PausableOperatorMode]:
-        """The modes that have to observe runs."""
-
-    def discarded(self) -> AbstractContextManager[None]:
-        """Return a context that undoes all effects of the run in it."""
-
-    def read(self) -> AbstractContextManager[None]:
-        """Return a context that undoes all effects, but reads the values that are logged."""
-
-    def counted(self) -> AbstractContextManager[None]:
-        """Return the context of the run whose effects count, once for the batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch:
-    """One batch and the step that is run on it, shared by all stages of this process.
-
-    Attributes:
-        step: the user's step, called as ``step(part, *args, **kwargs)``.
-        args: its arguments besides the batch.
-        kwargs: its keyword arguments.
-        precision: makes the context in which the step runs.
-        whole: the whole batch.
-        microbatches: its micro-batches.
-        fingerprint: fingerprint of the whole batch, which every message carries.
-        effects: undoes the effects of runs, or lets them count.
-        crossing: the values that each stage sends; None if unknown: all values.
-        layouts: the layouts of samples in layer outputs.
-        numbers: the random numbers of the step, by stage; empty if it draws none.
-        of_pass: makes the context of a pass through a stage; with None, of a run without layers.
-        failures: texts of the errors in runs that are only compared.
-    """
-
-    step: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    precision: Callable[[], AbstractContextManager[Any]] = nullcontext
-    whole: MicroBatch
-    microbatches: Sequence[MicroBatch]
-    fingerprint: BatchFingerprint
-    effects: Effects
-    crossing: Crossing | None = None
-    layouts: SampleLayouts = field(default_factory=SampleLayouts)
-    numbers: Mapping[int, SampledNumbers] = field(default_factory=dict)
-    of_pass: Callable[[int | None], AbstractContextManager[None]] = lambda stage: nullcontext()
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def sizes(self) -> list[int]:
-        """The number of samples in each micro-batch."""
-        return [part.size for part in self.microbatches]
-
-    def sent(self, stage: int) -> SentValues:
-        """Return the values that a stage sends."""
-        return SentValues() if self.crossing is None else self.crossing[stage]
-
-    def observers(
-        self, part: MicroBatch, stage: int, counts: bool = False
-    ) -> tuple[Sequence[Mode], AbstractContextManager[None]]:
-        """Return what observes a run.
-
-        Args:
-            part: the micro-batch, or the whole batch.
-            stage: the stage that it runs through.
-            counts: whether it is the run whose effects count.
-
-        Returns:
-            The modes of the run, and a context in which it draws the random numbers of its samples.
-        """
-        modes, numbers = self.effects.modes, self.numbers.get(stage)
-        if numbers is None:
-            return modes, nullcontext()
-        drawn = numbers.of(part.begin, part.begin + part.size, counts)
-        return [numbers, *modes], drawn
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingBatch(Batch):
-    """A batch to train on.
-
-    Attributes:
-        backward: differentiates the losses.
-    """
-
-    backward: LossBackward
-
-
 class StageStep:
     """The forward passes of one stage through one batch.
 
     Args:
         stage: the stage.
         batch: the batch.
-        layers: the layers of all stages.
-        rng: seeds the layers.
-        first_inputs: returns the function that replaces the first layer's inputs in a micro-batch.
+        front: the code before the layers, if it runs once for the batch and this is its stage.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        batch: Batch,
-        layers: PipelinedLayers,
-        rng: PipelineRNG,
-        first_inputs: Callable[[MicroBatch], FirstInputs | None] = lambda part: None,
-    ) -> None:
-        self.stage, self.batch = stage, batch
-        self._layers, self._rng, self._first_inputs = layers, rng, first_inputs
+    def __init__(self, stage: int, batch: Batch, front: StepFront | None = None) -> None:
+        self.stage, self.batch, self._front = stage, batch, front
 
     @property
     def name(self) -> str:
         """The name of the stage's last layer, in words."""
-        part = self._layers.part(self.stage)
-        return repr(self._layers.names[part.stop - 1])
+        layers = self.batch.layers
+        return repr(layers.names[layers.part(self.stage).stop - 1])
 
     def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, up to the next stage's first layer.
@@ -211,7 +81,7 @@ class StageStep:
             received=received,
             sent=self.batch.sent(self.stage),
             seed_layers=partial(self._seed_layers, microbatch),
-            first_inputs=self._first_inputs(part) if self.stage == 0 else None,
+            first_inputs=None if self._front is None else self._front.of(part),
         )
 
     def _seed_layers(self, microbatch: int) -> None:
@@ -219,30 +89,24 @@ class StageStep:
         numbers = self.batch.numbers.get(self.stage)
         if numbers is not None:
             numbers.begin_layers()
-        self._rng.seed_layers(microbatch, self.stage)
+        self.batch.rng.seed_layers(microbatch, self.stage)
 
     def _passed(self, run: StepRun, microbatch: int) -> Activation:
         """Run the step up to the end of this stage, and undo its effects."""
         part = self.batch.microbatches[microbatch]
         try:
             with self.batch.effects.discarded():
-                self._run_step(run, part, copied_batch(part.batch))
+                self._run_step(run, part)
                 activation = Activation(is_empty=True)  # It has called no layer.
         except StageEdge as edge:
             activation = edge.activation
         return activation._replace(fingerprint=self.batch.fingerprint.checksum)
 
-    def _run_step(self, run: StepRun, part: MicroBatch, batch_part: Any) -> Any:
-        """Run the step on ``batch_part``, a copy of a micro-batch, which it may change."""
+    def _run_step(self, run: StepRun, part: MicroBatch) -> Any:
+        """Run the step on a micro-batch."""
         batch = self.batch
-        observing, numbers = batch.observers(part, self.stage)
-        self._rng.begin_run()
         try:
-            with batch.of_pass(self.stage), numbers:
-                with self._layers.running(run, observing), batch.precision():
-                    output = batch.step(batch_part, *batch.args, **batch.kwargs)
-                    self._layers.end_step(run, output, self._may_call_no_layer)
-                    return output
+            return batch.call(run, part, stage=self.stage, may_call_none=self._may_call_no_layer)
         except (ValueError, RuntimeError) as error:
             _explain_statistics(error, part, batch.microbatches)
             _explain_sizes(error, batch.sizes)
@@ -332,8 +196,8 @@ class TrainingStageStep(StageStep):
     """The forward and backward passes of one stage through one batch.
 
     If the stage ``is_first_here``, the first one of this process, its last backward pass makes the
-    process's gradients final, except those of ``deferred`` parameters, which are final after
-    ``end_backward``.
+    process's gradients final, except those of the code before the layers, which is differentiated
+    after it.
     """
 
     _may_call_no_layer = False
@@ -343,14 +207,11 @@ class TrainingStageStep(StageStep):
         *shared: Any,
         limit: InFlightLimit,
         is_first_here: bool,
-        deferred: Collection[nn.Parameter] = (),
-        end_backward: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(*shared)
-        assert isinstance(self.batch, TrainingBatch)
+        assert self.batch.backward is not None
         self._backward = self.batch.backward
         self._limit, self._is_first_here = limit, is_first_here
-        self._deferred, self._end_backward = deferred, end_backward
         self._runs: dict[int, StepRun] = {}
         self.is_void = False
         """Whether these gradients are dropped, as the batch has to run again."""
@@ -372,14 +233,14 @@ class TrainingStageStep(StageStep):
         self.is_void |= gradients.are_void
         is_final = is_last_pass and self._is_first_here and not self.is_void
         if is_final:
-            self._backward.begin_last(self._deferred)
+            self._backward.begin_last(() if self._front is None else self._front.parameters)
         run = self._runs.pop(microbatch, None)
         self._differentiate(microbatch, sent, gradients)
         if run is not None:
             run.validate_placeholders()
-        if is_final:
-            self._end_backward()
-            for parameter in self._deferred:
+        if is_final and self._front is not None:
+            self._front.backward()
+            for parameter in self._front.parameters:
                 self._backward.mark_final(parameter)
         return self.is_void
 

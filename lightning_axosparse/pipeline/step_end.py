@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_axosparse.pipeline.batch_layout import copied_batch
+from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.crossing.message import (
     EMPTY,
     Activation,
@@ -27,15 +27,9 @@ from lightning_axosparse.pipeline.crossing.message import (
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.rng import NoticedDraws, PipelineRNG
-from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StepRun
-from lightning_axosparse.pipeline.stage_step import (
-    Batch,
-    Rerun,
-    StageStep,
-    TrainingStageStep,
-    loss_of,
-)
+from lightning_axosparse.pipeline.rng import NoticedDraws
+from lightning_axosparse.pipeline.stage_forward import StepRun
+from lightning_axosparse.pipeline.stage_step import Rerun, TrainingStageStep, loss_of
 from lightning_axosparse.support.torch_internals import never_compiled, paused
 
 
@@ -50,16 +44,15 @@ class RunAgain(BaseException):
 class StepEnd:
     """The end of the step on the whole batch, in which every layer returns its joined outputs."""
 
-    def __init__(self, batch: Batch, layers: PipelinedLayers, rng: PipelineRNG) -> None:
-        self._batch, self._layers, self._rng = batch, layers, rng
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
         self._ended: tuple[Joined, StepRun] | None = None
         """The layer outputs of the run that counts, and the run."""
 
     def join(self, activations: Sequence[Activation]) -> Joined:
         """Join the layer outputs of the micro-batches."""
-        names = self._layers.names
         batch = self._batch
-        return join(activations, batch.sizes, batch.layouts, names.__getitem__)
+        return join(activations, batch.sizes, batch.layouts, batch.layers.names.__getitem__)
 
     def run(self, activations: Sequence[Activation], may_call_none: bool = False) -> Any:
         """Run the user's step, let its effects count, and return its output.
@@ -71,19 +64,18 @@ class StepEnd:
             raise RunAgain(Rerun.READS)
         batch = self._batch
         joined = self.join(activations)
-        draws = None if batch.numbers else self._rng.noticed_draws()
+        draws = None if batch.numbers else batch.rng.noticed_draws()
         run = StepRun(
-            stage=self._layers.end,
+            stage=batch.layers.end,
             received=Message(joined.activation, joined.tensors),
             sent=None,
             behind_layers=None if draws is None else partial(self._check_drawn, draws),
             draws=draws,
         )
-        part = batch.whole
         self._ended = joined, run
         with batch.effects.counted():
             try:
-                return self._called(part, run, part.batch, counts=True, may_call_none=may_call_none)
+                return batch.call(run, batch.whole, counts=True, may_call_none=may_call_none)
             except UnsentValueError as error:
                 raise RunAgain(Rerun.READS) from error
 
@@ -101,12 +93,7 @@ class StepEnd:
             raise RunAgain(Rerun.DRAWS)
         return paused([draws])
 
-    def rehearse(
-        self,
-        part: MicroBatch,
-        message: Message,
-        reads: StageReads | None = None,
-    ) -> Any:
+    def rehearse(self, part: MicroBatch, message: Message, reads: StageReads | None = None) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.
 
         Args:
@@ -114,49 +101,31 @@ class StepEnd:
             message: the layer outputs.
             reads: records the values of the stages that the step reads.
         """
-        run = StepRun(stage=self._layers.end, received=message, sent=None, reads=reads)
-        return self._called(part, run, copied_batch(part.batch), may_call_none=True)
-
-    def _called(
-        self,
-        part: MicroBatch,
-        run: StepRun,
-        batch_part: Any,
-        *,
-        counts: bool = False,
-        may_call_none: bool,
-    ) -> Any:
         batch = self._batch
-        self._rng.begin_run()
-        observing, numbers = batch.observers(part, run.stage, counts)
-        with batch.of_pass(None), numbers:
-            with self._layers.running(run, observing), batch.precision():
-                output = batch.step(batch_part, *batch.args, **batch.kwargs)
-                self._layers.end_step(run, output, may_call_none)
-        return output
+        run = StepRun(stage=batch.layers.end, received=message, sent=None, reads=reads)
+        return batch.call(run, part)
 
 
-class WholeStep(StageStep):
-    """The step in a process that has all layers: it runs on the whole batch, unchanged."""
+def run_undivided(batch: Batch, may_call_none: bool = False) -> Any:
+    """Run the step on the whole batch, in a process that has all layers.
 
-    def run(self) -> Any:
-        """Run the user's step, let its effects count, and return its output."""
-        batch = self.batch
-        run = StepRun(stage=self.stage, sent=None, ends_behind_layers=False)
-        self._rng.begin_run()
-        with batch.effects.counted(), self._layers.running(run), batch.precision():
-            output = batch.step(batch.whole.batch, *batch.args, **batch.kwargs)
-            self._layers.end_step(run, output, self._may_call_no_layer)
-        return output
+    Its effects count, and nothing has to observe it.
+    """
+    run = StepRun(stage=0, sent=None, ends_behind_layers=False)
+    batch.rng.begin_run()
+    with batch.effects.counted(), batch.layers.running(run), batch.precision():
+        output = batch.step(batch.whole.batch, *batch.args, **batch.kwargs)
+        batch.layers.end_step(run, output, may_call_none)
+    return output
 
 
-class WholeStageStep(TrainingStageStep, WholeStep):
+class WholeStageStep(TrainingStageStep):
     """The forward and the backward pass of a step on the whole batch, in one process."""
 
     def forward(self, microbatch: int, received: Any) -> Activation:
         """Run the user's step on the batch."""
         with self._limit.measured(self.stage, ()):
-            self.output = self.run()
+            self.output = run_undivided(self.batch)
         return EMPTY
 
     def _own_gradients(self, microbatch: int) -> Gradients:
@@ -171,7 +140,7 @@ class EndedStageStep(TrainingStageStep):
 
     def __init__(self, *shared: Any, **more: Any) -> None:
         super().__init__(*shared, **more)
-        self._end = StepEnd(self.batch, self._layers, self._rng)
+        self._end = StepEnd(self.batch)
         self._activations: list[Activation] = []
         self._gradients: list[list[Tensor | None]] = []
 

@@ -6,19 +6,17 @@ one process, and is differentiated once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch_layout import copied_batch
+from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
 from lightning_axosparse.pipeline.joining import Axis, axes
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.rng import PipelineRNG
-from lightning_axosparse.pipeline.stage_forward import FirstInputs, PipelinedLayers, StepRun
-from lightning_axosparse.pipeline.stage_step import Batch
+from lightning_axosparse.pipeline.stage_forward import FirstInputs, StepRun
 from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import await_collective
 
@@ -40,10 +38,15 @@ _Place: TypeAlias = tuple[Hashable, int]
 
 
 class StepFront:
-    """The code before the layers, and the inputs that it computes for the first layer."""
+    """The code before the layers, and the inputs that it computes for the first layer.
 
-    def __init__(self, batch: Batch, layers: PipelinedLayers, rng: PipelineRNG) -> None:
-        self._batch, self._layers, self._rng = batch, layers, rng
+    Args:
+        batch: the batch.
+        parameters: those that get their gradients only when this code is differentiated.
+    """
+
+    def __init__(self, batch: Batch, parameters: Collection[nn.Parameter]) -> None:
+        self._batch, self.parameters = batch, parameters
         self._inputs: dict[Hashable, Sequence[Tensor]] = {}
         self._axes: dict[_Place, Axis] = {}
         self._leaves: dict[_Place, list[tuple[MicroBatch, Tensor]]] = {}
@@ -53,12 +56,9 @@ class StepFront:
         """Run the step up to its first layer; the first micro-batch raises its error, if any."""
         batch = self._batch
         run = StepRun(stage=0, sent=batch.sent(0), first_inputs=_raise_first_layer)
-        self._rng.begin_run()
-        modes, numbers = batch.observers(batch.whole, 0)
         try:
-            with batch.effects.discarded(), batch.of_pass(None), numbers:
-                with self._layers.running(run, modes), batch.precision():
-                    batch.step(copied_batch(batch.whole.batch), *batch.args, **batch.kwargs)
+            with batch.effects.discarded():
+                batch.call(run, batch.whole)
         except _FirstLayer as first:
             self._inputs = {key: object_leaves(v, Tensor) for key, v in first.arguments.items()}
         except Exception as error:

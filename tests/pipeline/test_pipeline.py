@@ -13,11 +13,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
+from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint
 from lightning_axosparse.pipeline.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
-from lightning_axosparse.pipeline.fingerprint import BatchFingerprint
 from lightning_axosparse.pipeline.joining import Axis, SampleLayouts, learn
 from lightning_axosparse.pipeline.microbatch import MicroBatch, split
 from lightning_axosparse.pipeline.pipeline import Pipeline
@@ -25,13 +25,7 @@ from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import (
-    Batch,
-    KeepingStep,
-    Rerun,
-    TrainingBatch,
-    TrainingStageStep,
-)
+from lightning_axosparse.pipeline.stage_step import KeepingStep, Rerun, TrainingStageStep
 
 
 def pipeline(
@@ -48,10 +42,10 @@ def pipeline(
     dealt = PipelinedLayers(names, list(layers), parts, checkpointing, module)
     dealt.install(range(stages))
     links = dict(enumerate(LoopbackLink.chain(stages)))
-    randomness = PipelineRNG(0, torch.device("cpu"))
-    limit = InFlightLimit(in_flight)
-    shared = limit, randomness, lambda value: [value], None, outer_parameters
-    return Pipeline(dealt, links, SCHEDULES[schedule], *shared), dealt
+    shared = InFlightLimit(in_flight), lambda value: [value], None, outer_parameters
+    pipe = Pipeline(dealt, links, SCHEDULES[schedule], *shared)
+    pipe.rng = PipelineRNG(0, torch.device("cpu"))  # type: ignore[attr-defined]
+    return pipe, dealt
 
 
 class NoEffects:
@@ -90,10 +84,12 @@ def running_stage(dealt: PipelinedLayers) -> int:
     return dealt._current.run.stage
 
 
-def given(step: Any, batch: Any, microbatches: int) -> Batch:
+def given(pipe: Any, step: Any, batch: Any, microbatches: int) -> Batch:
     parts = split(batch, microbatches)
     return Batch(
         step=step,
+        layers=pipe._layers,
+        rng=pipe.rng,
         whole=MicroBatch(batch, sum(part.size for part in parts)),
         microbatches=parts,
         fingerprint=BatchFingerprint(),
@@ -101,22 +97,22 @@ def given(step: Any, batch: Any, microbatches: int) -> Batch:
     )
 
 
-def training(step: Any, batch: Any, microbatches: int) -> TrainingBatch:
-    return TrainingBatch(**vars(given(step, batch, microbatches)), backward=Plainly())
+def training(pipe: Any, step: Any, batch: Any, microbatches: int) -> Batch:
+    return replace(given(pipe, step, batch, microbatches), backward=Plainly())
 
 
 def by_parts(**more: Any) -> Any:
     """What makes the last stage's step where losses are differentiated by parts."""
-    settings = {"reduction": "mean", "effects": NoEffects(), "keeps": False, **more}
+    settings = {"reduction": "mean", "keeps": False, **more}
     return partial(PartedStageStep, **settings)
 
 
-def run(pipe: Pipeline, batch: TrainingBatch, parted: Any = None) -> TrainingStageStep:
+def run(pipe: Any, batch: Batch, parted: Any = None) -> TrainingStageStep:
     """Train on a batch; return the last stage's step."""
     if parted is not None:
         numbers = SampledNumbers(batch.whole.size, torch.device("cpu"))
         batch = replace(batch, numbers=dict.fromkeys(range(pipe._stages + 1), numbers))
-    with pipe._rng.batch():
+    with pipe.rng.batch():
         last, is_void = pipe.train(batch, parted)
     assert last is not None
     assert is_void == last.is_void
@@ -134,7 +130,7 @@ NOTHING_KNOWN = Known()
 
 
 def train(
-    pipe: Pipeline,
+    pipe: Any,
     step: Any,
     batch: Any,
     microbatches: int,
@@ -148,7 +144,7 @@ def train(
         )
     elif not pipe.is_divided:
         microbatches = 1
-    given = replace(training(step, batch, microbatches), **known._asdict())
+    given = replace(training(pipe, step, batch, microbatches), **known._asdict())
     last = run(pipe, given, by_parts() if parted else None)
     assert not last.is_void
     if isinstance(last, PartedStageStep):
@@ -158,23 +154,23 @@ def train(
 
 
 def evaluate(
-    pipe: Pipeline, step: Any, batch: Any, microbatches: int, known: Known = NOTHING_KNOWN
+    pipe: Any, step: Any, batch: Any, microbatches: int, known: Known = NOTHING_KNOWN
 ) -> Any:
     """What the step returns for the batch."""
-    with pipe._rng.batch():
-        return pipe.evaluate(replace(given(step, batch, microbatches), **known._asdict()))
+    with pipe.rng.batch():
+        return pipe.evaluate(replace(given(pipe, step, batch, microbatches), **known._asdict()))
 
 
-def learned(pipe: Pipeline, step: Any, batch: Any, microbatches: int) -> Known:
+def learned(pipe: Any, step: Any, batch: Any, microbatches: int) -> Known:
     """What runs of the step show of it."""
-    parts = given(step, batch, microbatches)
-    with pipe._rng.batch():
+    parts = given(pipe, step, batch, microbatches)
+    with pipe.rng.batch():
         crossing = message.crossing_of(pipe.probe(parts))
     assert crossing is not None
     if microbatches == 1:
         return Known(crossing)
     parts = replace(parts, crossing=crossing)
-    with pipe._rng.batch(), torch.no_grad():
+    with pipe.rng.batch(), torch.no_grad():
         whole, several = (
             pipe.forward(replace(parts, microbatches=each), KeepingStep)[pipe._stages - 1]
             for each in ([parts.whole], parts.microbatches)
@@ -400,7 +396,7 @@ def test_randomness_is_that_of_one_process_outside_the_layers_and_differs_inside
 
         numbers = dict.fromkeys(range(5), SampledNumbers(4, torch.device("cpu")))
         torch.manual_seed(0)
-        run(pipe, replace(training(step, torch.zeros(4, 1), 2), numbers=numbers))
+        run(pipe, replace(training(pipe, step, torch.zeros(4, 1), 2), numbers=numbers))
         # The end of the step gives lists of layers what they would have on one process.
         return [mask for layer in model for mask in layer.masks if len(mask) == 2]
 
@@ -422,9 +418,11 @@ def test_a_batch_whose_end_draws_for_the_first_time_runs_again() -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
     pipe, dealt = pipeline(model, 2)
     step = lambda x: model(x).mean() * torch.rand(())  # noqa: E731
-    first = run(pipe, training(lambda x: model(x * torch.rand(())).mean(), torch.ones(4, 6), 2))
+    first = run(
+        pipe, training(pipe, lambda x: model(x * torch.rand(())).mean(), torch.ones(4, 6), 2)
+    )
     assert (first.is_void, first.rerun) == (True, Rerun.DRAWS)
-    last = run(pipe, training(step, torch.ones(4, 6), 2))
+    last = run(pipe, training(pipe, step, torch.ones(4, 6), 2))
     assert not last.is_void, "nothing is drawn before the layers"
     dealt.uninstall()
 
@@ -451,7 +449,7 @@ def test_gradients_of_the_code_before_the_layers_are_final_when_they_are_said_to
     pipe, dealt = pipeline(net["layers"], 2, module=net, outer_parameters=lambda: outer)
     finals = Finals()
     step = lambda b: net["layers"](net["before"](b)).pow(2).mean()  # noqa: E731
-    run(pipe, replace(training(step, torch.randn(8, 6), 4), backward=finals))
+    run(pipe, replace(training(pipe, step, torch.randn(8, 6), 4), backward=finals))
     dealt.uninstall()
     assert finals.deferred == finals.final.keys() == set(outer)
     for parameter, gradient in finals.final.items():

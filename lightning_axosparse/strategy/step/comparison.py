@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_axosparse.distributed.process_groups import all_gather
+from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
@@ -35,7 +36,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
 from lightning_axosparse.pipeline.stage_forward import StepRun
-from lightning_axosparse.pipeline.stage_step import Batch, KeepingStep, loss_of
+from lightning_axosparse.pipeline.stage_step import KeepingStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
 from lightning_axosparse.pipeline.state.values import MISSING, copied, same
@@ -254,7 +255,7 @@ class Comparison:
             activations: the layer outputs of its micro-batches.
             weights: the weights of their losses.
         """
-        effects, end = self._run.effects, StepEnd(step, self._stage_module.layers, self._run.rng)
+        effects, end = self._run.effects, StepEnd(step)
         messages = [_differentiable(activation) for activation in activations]
         joined = end.join([message.content for message in messages])
         with effects.discarded():

@@ -13,11 +13,12 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
 
+from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.by_parts import Reduction
 from lightning_axosparse.pipeline.crossing.message import Crossing, StageReads, crossing_of
 from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import Batch, Rerun
+from lightning_axosparse.pipeline.stage_step import Rerun
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonResult
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline

@@ -65,7 +65,6 @@ class OpenPipeline:
                 stage_module.links(limit.largest),
                 schedule,
                 limit,
-                self.rng,
                 partial(all_gather, group=groups.inter),
                 None if groups.ordered is None else SharedOrder.of(groups.ordered),
                 self._outer_parameters,

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
-from lightning_axosparse.pipeline.by_parts import PartedStageStep, Reduction, not_by_parts
+from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint, checksum
+from lightning_axosparse.pipeline.by_parts import PartedStageStep, not_by_parts
 from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
-from lightning_axosparse.pipeline.fingerprint import BatchFingerprint, checksum
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.pipeline.stage_step import Batch, Rerun, TrainingBatch, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import Rerun, TrainingStageStep
 from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
@@ -204,12 +204,14 @@ class StepRunner:
         if known.has_other_effects and not run.pipeline.is_divided:
             reduction = None  # Without layers, there is no end of the step to run on the batch.
         step = self._with_known(known, step, by_parts=reduction is not None)
-        training = TrainingBatch(**vars(step), backward=gradients)
+        step = replace(step, backward=gradients)
         run.layer_state.begin_batch()
         with torch.enable_grad(), self._stashed.around_step(parameters):
             with hooks.set_aside(), self._times.batch():
-                parted = None if reduction is None else self._by_parts(known, reduction)
-                last, is_void = run.pipeline.train(training, parted)
+                keeps, parted = known.has_other_effects, None
+                if reduction is not None:
+                    parted = partial(PartedStageStep, reduction=reduction, keeps=keeps)
+                last, is_void = run.pipeline.train(step, parted)
             result = self._result(last)
             if is_void:
                 for parameter in parameters:
@@ -222,17 +224,6 @@ class StepRunner:
             stage_module.validate_replicated_gradients(self._tolerance)
         self._end_layers()
         return self._shared(result)
-
-    def _by_parts(
-        self, known: LoaderSteps, reduction: Reduction
-    ) -> Callable[..., TrainingStageStep]:
-        """Return the function that makes the last stage's step for a loss by parts."""
-        return partial(
-            PartedStageStep,
-            reduction=reduction,
-            effects=self._open.effects,
-            keeps=known.has_other_effects,
-        )
 
     def _result(self, last: TrainingStageStep | None) -> StepResult:
         """Return the results of the step, on the last stage; empty ones on other ranks."""
@@ -248,9 +239,8 @@ class StepRunner:
             output = {"loss": loss} if last.returns_mapping else loss
             return StepResult(output, with_loss(run.effects.part_calls, loss))
         with torch.no_grad():
-            end = StepEnd(last.batch, run.stage_module.layers, run.rng)
             try:
-                return self._step_result(end.run(last.activations))
+                return self._step_result(StepEnd(last.batch).run(last.activations))
             except RunAgain as error:  # Gradients have been added, so it is too late for that.
                 raise not_by_parts(f"On the batch, unlike on its parts, {error}") from None
 
@@ -358,6 +348,8 @@ class StepRunner:
             args=args,
             kwargs=kwargs,
             precision=precision,
+            layers=self._open.stage_module.layers,
+            rng=self._open.rng,
             whole=MicroBatch(batch, sum(part.size for part in microbatches)),
             microbatches=microbatches,
             fingerprint=self._fingerprint(batch),

@@ -447,7 +447,7 @@ def test_an_attribute_as_large_as_attentions_is_sent_where_it_is_read(
         train_as_learned(pipe, plain, batch, sent)
         assert {sizes(message) for message in sent} == {3 * WIDTH * 4}
         known = learned(pipe, plain, batch, 2)
-        last = run(pipe, replace(training(reading, batch, 2), **known._asdict()))
+        last = run(pipe, replace(training(pipe, reading, batch, 2), **known._asdict()))
         assert (last.is_void, last.rerun) == (True, Rerun.READS)
         with pytest.raises(RunAgain) as raised:
             evaluate(pipe, reading, batch, 2, known)

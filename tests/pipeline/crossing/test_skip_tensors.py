@@ -327,7 +327,7 @@ def test_a_batch_that_reads_a_value_for_the_first_time_runs_again(what: str, tra
         go(pipe, step, batch, MICROBATCHES, known)
         reads = True
         if trains:
-            last = run(pipe, replace(training(step, batch, MICROBATCHES), **known._asdict()))
+            last = run(pipe, replace(training(pipe, step, batch, MICROBATCHES), **known._asdict()))
             assert (last.is_void, last.rerun) == (True, Rerun.READS)
         with torch.no_grad(), pytest.raises(RunAgain) as raised:
             evaluate(pipe, step, batch, MICROBATCHES, known)
@@ -354,7 +354,7 @@ def test_a_layer_that_is_given_a_value_for_the_first_time_runs_the_batch_again(
     batch = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     known = learned(pipe, step, batch, MICROBATCHES)
     reads = True
-    given = replace(training(step, batch, MICROBATCHES), **known._asdict())
+    given = replace(training(pipe, step, batch, MICROBATCHES), **known._asdict())
     last = run(pipe, given, by_parts() if parted else None)
     assert (last.is_void, last.rerun) == (True, Rerun.READS)
     dealt.uninstall()
@@ -393,7 +393,7 @@ def test_no_stage_waits_for_one_that_fails() -> None:
             raise ZeroDivisionError("of the user")
         return chain(ours, x)
 
-    assert message.crossing_of(pipe.probe(given(step, batch, MICROBATCHES))) is None
+    assert message.crossing_of(pipe.probe(given(pipe, step, batch, MICROBATCHES))) is None
     step = lambda x: chain(ours, x)  # noqa: E731
     evaluate(pipe, step, batch, MICROBATCHES, learned(pipe, step, batch, MICROBATCHES))
     dealt.uninstall()

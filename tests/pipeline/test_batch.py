@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_axosparse.pipeline.fingerprint import BatchFingerprint, checksum
+from lightning_axosparse.pipeline.batch import BatchFingerprint, checksum
 
 
 @given(st.lists(st.floats(allow_nan=False, width=32), min_size=1, max_size=6), st.integers(0, 5))
