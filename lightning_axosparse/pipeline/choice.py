@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug
 
-from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.profile import activation_bytes
 from lightning_axosparse.support.troubleshooting import see
@@ -71,17 +68,27 @@ class MemoryInFlightLimit(InFlightLimit):
     memory is measured after the optimizer has stepped, and so has allocated its state. The rank
     with the least capacity decides for all, because a stage gains nothing by holding more
     micro-batches than the next stage.
+
+    Args:
+        stages: number of stages.
+        device: device of this rank.
+        free: returns the bytes that this rank may still allocate.
+        steps: returns the number of optimizer steps.
+        gather: returns the capacities of all ranks.
     """
 
     def __init__(
         self,
         stages: int,
-        rule: InFlightRule,
+        device: torch.device,
+        free: Callable[[], int],
+        steps: Callable[[], int],
         gather: Callable[[Capacity], list[Capacity]],
     ) -> None:
         super().__init__(stages)
         self.largest = 2 * stages
-        self._least, self._rule, self._gather = stages, rule, gather
+        self._least, self._device = stages, device
+        self._free, self._steps, self._gather = free, steps, gather
         self.measure_again()
 
     def measure_again(self) -> None:
@@ -96,8 +103,8 @@ class MemoryInFlightLimit(InFlightLimit):
         if self._saved_bytes and held:
             self._validate(held)
         if not self._saved_bytes:
-            self._measured_at = self._rule.steps()
-        elif not self._chosen and self._rule.steps() > self._measured_at:
+            self._measured_at = self._steps()
+        elif not self._chosen and self._steps() > self._measured_at:
             self._choose()
 
     def measured(self, stage: int, received: Any) -> AbstractContextManager[None]:
@@ -106,7 +113,7 @@ class MemoryInFlightLimit(InFlightLimit):
 
     @contextmanager
     def _measure(self, stage: int, received: Any) -> Iterator[None]:
-        with activation_bytes(self._rule.device, received) as saved_bytes:
+        with activation_bytes(self._device, received) as saved_bytes:
             yield
             self._saved_bytes[stage] = saved_bytes()
         self.saved_bytes = sum(self._saved_bytes.values())
@@ -114,7 +121,7 @@ class MemoryInFlightLimit(InFlightLimit):
 
     def _validate(self, more: int) -> None:
         """Check that ``more`` micro-batches fit into the free memory."""
-        if more * self.saved_bytes > (free := self._rule.free()):
+        if more * self.saved_bytes > (free := self._free()):
             raise MisconfigurationException(
                 f"The loss is differentiated once a batch, so rank {this_rank().rank} has to hold "
                 f"{more} micro-batches more, which takes {more * self.saved_bytes / 1e9:,.2f} GB, "
@@ -125,7 +132,7 @@ class MemoryInFlightLimit(InFlightLimit):
             )
 
     def _choose(self) -> None:
-        free = self._rule.free()
+        free = self._free()
         fitting = min(free // max(1, self.saved_bytes), self.largest)
         capacities = self._gather(Capacity(max(fitting, self._least), self.saved_bytes, free))
         tightest = min(capacities)
@@ -135,28 +142,3 @@ class MemoryInFlightLimit(InFlightLimit):
             f"{tightest.saved_bytes / 1e6:,.1f} MB per micro-batch; {tightest.free / 1e9:,.1f} GB "
             "free."
         )
-
-
-@dataclass(frozen=True)
-class InFlightRule:
-    """The strategy's arguments on which the in-flight limit depends, and sources of measurements.
-
-    Attributes:
-        given: the limit that the user has set; None to choose it by memory.
-        schedule: name of the training schedule.
-        device: device of this rank.
-        free: returns the bytes that this rank may still allocate.
-        steps: returns the number of optimizer steps.
-    """
-
-    given: int | None
-    schedule: str
-    device: torch.device
-    free: Callable[[], int]
-    steps: Callable[[], int]
-
-    def limit(self, stages: int, groups: ProcessGroups) -> InFlightLimit:
-        """Create the limit of a pipeline of ``stages``."""
-        if self.given is not None or stages == 1 or self.schedule != "message-driven":
-            return InFlightLimit(self.given or stages)
-        return MemoryInFlightLimit(stages, self, partial(all_gather, group=groups.world))

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.distributed.grid import Grid, divisors
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
-from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding
 from lightning_axosparse.pipeline.shard.transfer import Transfer
@@ -195,7 +194,8 @@ class Regrid:
     """Changes a run to shorter pipelines when the epoch after the draw of the ticket begins.
 
     With ``stages="auto"`` it waits until a micro-batch of the pruned module has been measured.
-    ``unsharded_state`` returns a context in which each replica has the whole optimizer state.
+    ``free`` returns the bytes that this rank may still allocate, ``unsharded_state`` a context in
+    which each replica has the whole optimizer state.
     """
 
     def __init__(
@@ -203,11 +203,11 @@ class Regrid:
         stages: int | Literal["auto"],
         stage_module: StageModule,
         runner: StepRunner,
-        rule: InFlightRule,
+        free: Callable[[], int],
         unsharded_state: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._stages, self._unsharded_state = stages, unsharded_state
-        self._stage_module, self._runner, self._rule = stage_module, runner, rule
+        self._stage_module, self._runner, self._free = stage_module, runner, free
         self._phase: Literal["no ticket", "due", "over"] = "no ticket"
 
     def after_draw(self) -> None:
@@ -237,7 +237,7 @@ class Regrid:
 
     def _fewest_stages(self, optimizers: Sequence[Optimizer]) -> int | None:
         activations = self._runner.limit.saved_bytes
-        own = measure_memory(self._stage_module, optimizers, activations, self._rule.free())
+        own = measure_memory(self._stage_module, optimizers, activations, self._free())
         return fewest_stages(
             self._stage_module.partition, all_gather(own, self._stage_module.groups.world)
         )

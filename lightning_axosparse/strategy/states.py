@@ -15,7 +15,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_axosparse.pipeline.choice import InFlightRule
 from lightning_axosparse.pipeline.shard import optimizers as stepping
 from lightning_axosparse.pipeline.shard.optimizers import BucketwiseOptimizer, OptimizerShards
 from lightning_axosparse.strategy.compat.callbacks import (
@@ -124,17 +123,10 @@ class Running:
         steps_in_parts = self.shards is not None
         if config.runs_pipeline:
             free = partial(free_bytes, stage_module.device, strategy.ranks_on_device)
-            rule = InFlightRule(
-                config.in_flight,
-                config.schedule,
-                stage_module.device,
-                free,
-                lambda: trainer.global_step,
-            )
-            self.runner = runner = StepRunner(config, precision, rule, steps_in_parts, stage_module)
+            self.runner = runner = StepRunner(config, precision, free, steps_in_parts, stage_module)
             if config.regrid is not None and trainer.state.fn == TrainerFn.FITTING:
                 self.regrid = Regrid(
-                    config.regrid, stage_module, runner, rule, self.unsharded_state
+                    config.regrid, stage_module, runner, free, self.unsharded_state
                 )
         else:
             self.runner = WholeStepRunner(precision, steps_in_parts, stage_module)

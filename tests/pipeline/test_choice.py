@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_axosparse.pipeline import choice as limits
-from lightning_axosparse.pipeline.choice import InFlightRule, MemoryInFlightLimit
+from lightning_axosparse.pipeline.choice import MemoryInFlightLimit
 from lightning_axosparse.sparse.module.parameters import layouts
 from tests.parity.cases import Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
@@ -22,8 +22,8 @@ KEPT = 400
 
 def limit(free: int, others: list[Any] | None = None, stages: int = 4) -> MemoryInFlightLimit:
     state = {"steps": 0, "free": free}
-    rule = InFlightRule(None, "message-driven", CPU, lambda: state["free"], lambda: state["steps"])
-    made = MemoryInFlightLimit(stages, rule, lambda room: [room, *(others or [])])
+    measured = lambda: state["free"], lambda: state["steps"]
+    made = MemoryInFlightLimit(stages, CPU, *measured, lambda room: [room, *(others or [])])
     made.state = state  # type: ignore[attr-defined]
     return made
 

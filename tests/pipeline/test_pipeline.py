@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint
 from lightning_axosparse.pipeline.by_parts import PartedStageStep
-from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule, MemoryInFlightLimit
+from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
 from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
 from lightning_axosparse.pipeline.joining import Axis, SampleLayouts, learn
@@ -460,8 +460,9 @@ def test_gradients_of_the_code_before_the_layers_are_final_when_they_are_said_to
 def test_what_each_stage_keeps_of_a_micro_batch_is_measured(parted: bool) -> None:
     model = nn.Sequential(*(nn.Tanh() for _ in range(3)))
     pipe, dealt = pipeline(model, 3)
-    rule = InFlightRule(None, "message-driven", torch.device("cpu"), lambda: 10**9, lambda: 0)
-    pipe.limit = limit = MemoryInFlightLimit(3, rule, lambda own: [own])
+    measured = lambda: 10**9, lambda: 0
+    limit = MemoryInFlightLimit(3, torch.device("cpu"), *measured, lambda own: [own])
+    pipe.limit = limit
     batch = torch.randn(8, 64, requires_grad=True)
     train(pipe, lambda b: model(b).mean(), batch, 4, parted=parted)
     dealt.uninstall()

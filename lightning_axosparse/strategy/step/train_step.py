@@ -14,15 +14,16 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
+from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint, checksum
 from lightning_axosparse.pipeline.by_parts import PartedStageStep, not_by_parts
-from lightning_axosparse.pipeline.choice import InFlightLimit, InFlightRule
+from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
-from lightning_axosparse.pipeline.schedule import SCHEDULES
+from lightning_axosparse.pipeline.schedule import SCHEDULES, MessageDriven
 from lightning_axosparse.pipeline.stage_step import Rerun, TrainingStageStep
 from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
@@ -75,21 +76,22 @@ class StepRunner:
         self,
         config: Config,
         precision: Precision,
-        in_flight: InFlightRule,
+        free: Callable[[], int],
         steps_in_parts: bool,
         stage_module: StageModule,
     ) -> None:
         module, device = stage_module.module, stage_module.device
         trainer = module.trainer
         fewest = fewest_samples(module) if config.microbatches is None else 1
-        self._trainer, self._precision, self._in_flight = trainer, precision, in_flight
+        self._trainer, self._precision, self._free = trainer, precision, free
+        self._in_flight = config.in_flight
         self._schedule = SCHEDULES[config.schedule]
         self._reduction = config.reduction
         self.microbatch_count = config.microbatch_count
         """Wanted number of micro-batches in a batch."""
         self._splitter = BatchSplitter(trainer, self.microbatch_count, config.split_batch, fewest)
         tolerance = tolerance_of(precision, device)
-        self._learner = StepLearner(trainer, config.reduction, in_flight.free, tolerance)
+        self._learner = StepLearner(trainer, config.reduction, free, tolerance)
         self._known: defaultdict[tuple[object, int], LoaderSteps] = defaultdict(LoaderSteps)
         self._stashed = StashedGradients(trainer)
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
@@ -108,9 +110,25 @@ class StepRunner:
         # On a GPU, the clock measures only the launches of passes.
         is_timed = self._compares_times and stage_module.device.type == "cpu"
         self._times = StageTimes(stage_module.groups.inter if is_timed else None)
-        limit = self._in_flight.limit(stage_module.last_stage + 1, stage_module.groups)
         return OpenPipeline(
-            stage_module, limit, self._schedule, self._precision, self._give_gradients
+            stage_module,
+            self._new_limit(stage_module),
+            self._schedule,
+            self._precision,
+            self._give_gradients,
+        )
+
+    def _new_limit(self, stage_module: StageModule) -> InFlightLimit:
+        """Create the in-flight limit of a grid: the user's, or one that depends on memory."""
+        stages = stage_module.last_stage + 1
+        if self._in_flight is not None or stages == 1 or self._schedule is not MessageDriven:
+            return InFlightLimit(self._in_flight or stages)
+        return MemoryInFlightLimit(
+            stages,
+            stage_module.device,
+            self._free,
+            lambda: self._trainer.global_step,
+            partial(all_gather, group=stage_module.groups.world),
         )
 
     def close(self) -> None:
