@@ -158,16 +158,16 @@ class Batch:
         *,
         stage: int | None = None,
         counts: bool = False,
-        may_call_none: bool = True,
     ) -> Any:
         """Call the user's step in a run, and return its output.
+
+        In evaluation it may call no layer at all, alike on all stages.
 
         Args:
             run: the run.
             part: the micro-batch, or the whole batch; unless it counts, the step gets a copy of it.
             stage: the stage through which the run passes; None for a run without layers.
             counts: whether it is the run whose effects count.
-            may_call_none: whether the step may call no layer at all, alike on all stages.
         """
         modes, numbers = self.effects.modes, self.numbers.get(run.stage)
         drawn: AbstractContextManager[None] = nullcontext()
@@ -178,7 +178,7 @@ class Batch:
         self.rng.begin_run()
         with self.of_pass(stage), drawn, self.layers.running(run, modes), self.precision():
             output = self.step(value, *self.args, **self.kwargs)
-            self.layers.end_step(run, output, may_call_none)
+            self.layers.end_step(run, output, may_call_none=self.backward is None)
         return output
 
 

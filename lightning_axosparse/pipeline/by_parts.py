@@ -22,12 +22,13 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
+    Rerun,
     detached_message,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_forward import StepRun
-from lightning_axosparse.pipeline.stage_step import Rerun, TrainingStageStep, loss_of
+from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.troubleshooting import see
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], float]
@@ -153,11 +154,11 @@ class PartedStageStep(TrainingStageStep):
         return None
 
     def _own_gradients(self, microbatch: int) -> Gradients:
-        return Gradients((), self.rerun is not None)
+        return Gradients((), self.rerun)
 
     def _differentiate(self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients) -> None:
         loss, weight = self._losses[microbatch], self._weights.of[microbatch]
-        if weight and not self.is_void:
+        if weight and self.rerun is None:
             self._backward.differentiate(loss * weight)
         else:  # It is all padding, for example: its loss may be NaN.
             exchange_nothing([loss])

@@ -129,14 +129,10 @@ class StageRun:
             return schedule.start_next(activations, gradients)
         return self._order.start_next(schedule, activations, gradients)
 
-    def receive_activation(self) -> Message | None:
-        """Return the next activation of the previous stage; None on the first stage."""
-        return None if self._first else self._link.activations.popleft()
-
-    def send_activation(
-        self, microbatch: int, received: Message | None, activation: Activation
-    ) -> None:
-        """Send the activation of a forward pass, and hold the tensors for its backward pass."""
+    def forward(self, microbatch: int) -> None:
+        """Run a forward pass, send its activation, and hold the tensors for its backward pass."""
+        received = None if self._first else self._link.activations.popleft()
+        activation = self.passes.forward(microbatch, received)
         sent: Sequence[Tensor] = ()
         if activation is not EMPTY:
             sent = sent_tensors(activation) if self._last else self._sent(activation)
@@ -159,10 +155,10 @@ class StageRun:
         """Run a backward pass, and send the gradients of the received activation back."""
         received, sent = self._held.pop(microbatch)
         gradients = None if self._last else self._link.gradients.popleft().content
-        are_void = cast(TrainingStageStep, self.passes).backward(microbatch, sent, gradients)
+        rerun = cast(TrainingStageStep, self.passes).backward(microbatch, sent, gradients)
         if received is not None:
             leaves = [leaf.grad for leaf in received.tensors]
-            self._link.send_gradient(Gradients(leaves, are_void))
+            self._link.send_gradient(Gradients(leaves, rerun))
 
     def awaited(self) -> str:
         """Return the messages without which this stage cannot continue, in words."""
@@ -191,11 +187,7 @@ def run(stages: Sequence[StageRun]) -> None:
         rank.begin_pass(kind, microbatch)
         with clock.span(kind, stage.stage, microbatch):
             if kind == "forward":
-                received = stage.receive_activation()
-                output = stage.passes.forward(microbatch, received)
-                stage.send_activation(microbatch, received, output)
-                # So that they are freed with the backward pass.
-                del received, output
+                stage.forward(microbatch)
             else:
                 stage.backward(microbatch)
         if stage.schedule.finished:

@@ -13,6 +13,7 @@ from lightning_axosparse.pipeline.choice import InFlightLimit
 from lightning_axosparse.pipeline.crossing.message import (
     Link,
     Place,
+    Rerun,
     StageReads,
     detached_message,
 )
@@ -76,7 +77,7 @@ class Pipeline:
 
     def train(
         self, batch: Batch, by_parts: Callable[..., TrainingStageStep] | None = None
-    ) -> tuple[TrainingStageStep | None, bool]:
+    ) -> tuple[TrainingStageStep | None, Rerun | None]:
         """Run a training step forward and backward.
 
         Args:
@@ -85,8 +86,8 @@ class Pipeline:
                 differentiate the loss of the whole batch.
 
         Returns:
-            The last stage's step; None on other ranks. And whether the gradients are dropped, as
-            the batch has to run again.
+            The last stage's step; None on other ranks. And why the gradients are dropped and the
+            batch has to run again; None if it has not.
         """
         self.limit.begin_batch(held=len(batch.microbatches) if by_parts is None else 0)
         first, last = min(self._links), self._stages - 1
@@ -99,7 +100,7 @@ class Pipeline:
         front, forwards_first = self._front(batch), by_parts is None
         steps, runs = self._run(batch, make, self._schedule, front, forwards_first)
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
-        return steps.get(last), steps[first].is_void
+        return steps.get(last), steps[first].rerun
 
     def evaluate(self, batch: Batch) -> Any:
         """Run a step forward only.
@@ -112,7 +113,7 @@ class Pipeline:
         """
         if not self.is_divided:
             with self._layers.backwards_followed():
-                return run_undivided(batch, may_call_none=True)
+                return run_undivided(batch)
         last = self._stages - 1
         kinds: dict[int, type[StageStep]] = {last: KeepingStep}
         steps = self.forward(
@@ -121,7 +122,7 @@ class Pipeline:
         if not isinstance(passed := steps.get(last), KeepingStep):
             return None
         with self._layers.backwards_followed(), clock.span("forward", last):
-            return StepEnd(batch).run(passed.activations, may_call_none=True)
+            return StepEnd(batch).run(passed.activations)
 
     def forward(self, batch: Batch, make: Callable[..., S]) -> dict[int, S]:
         """Run the forward passes of micro-batches.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
+    Rerun,
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
@@ -28,14 +28,6 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_forward import StageEdge, StepRun
 from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.troubleshooting import see
-
-
-class Rerun(Enum):
-    """Why a batch has to run again."""
-
-    DRAWS = "the step draws random numbers outside the layers"
-    READS = "the step reads a value that was not sent"
-    HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
 
 
 class StageStep:
@@ -106,13 +98,11 @@ class StageStep:
         """Run the step on a micro-batch."""
         batch = self.batch
         try:
-            return batch.call(run, part, stage=self.stage, may_call_none=self._may_call_no_layer)
+            return batch.call(run, part, stage=self.stage)
         except (ValueError, RuntimeError) as error:
             _explain_statistics(error, part, batch.microbatches)
             _explain_sizes(error, batch.sizes)
             raise
-
-    _may_call_no_layer = True
 
 
 def _explain_statistics(
@@ -200,8 +190,6 @@ class TrainingStageStep(StageStep):
     after it.
     """
 
-    _may_call_no_layer = False
-
     def __init__(
         self,
         *shared: Any,
@@ -213,25 +201,23 @@ class TrainingStageStep(StageStep):
         self._backward = self.batch.backward
         self._limit, self._is_first_here = limit, is_first_here
         self._runs: dict[int, StepRun] = {}
-        self.is_void = False
-        """Whether these gradients are dropped, as the batch has to run again."""
         self.rerun: Rerun | None = None
-        """Why, on the last stage."""
+        """Why these gradients are dropped and the batch has to run again; None if it has not."""
         self.output: Any = None
         """The output of the step on the whole batch, on the last stage."""
 
     def backward(
         self, microbatch: int, sent: Sequence[Tensor], gradients: Gradients | None
-    ) -> bool:
+    ) -> Rerun | None:
         """Differentiate the tensors that this stage has sent for a micro-batch.
 
         Returns:
-            Whether the gradients are dropped, as the batch has to run again.
+            Why the batch has to run again; None if it has not.
         """
         gradients = gradients or self._own_gradients(microbatch)
         is_last_pass = microbatch == len(self.batch.microbatches) - 1
-        self.is_void |= gradients.are_void
-        is_final = is_last_pass and self._is_first_here and not self.is_void
+        self.rerun = self.rerun or gradients.rerun
+        is_final = is_last_pass and self._is_first_here and self.rerun is None
         if is_final:
             self._backward.begin_last(() if self._front is None else self._front.parameters)
         run = self._runs.pop(microbatch, None)
@@ -242,7 +228,7 @@ class TrainingStageStep(StageStep):
             self._front.backward()
             for parameter in self._front.parameters:
                 self._backward.mark_final(parameter)
-        return self.is_void
+        return self.rerun
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         """Return the gradients of the last stage's activation, which the end of the step gives."""

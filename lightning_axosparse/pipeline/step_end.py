@@ -22,6 +22,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
+    Rerun,
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
@@ -29,7 +30,7 @@ from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import NoticedDraws
 from lightning_axosparse.pipeline.stage_forward import StepRun
-from lightning_axosparse.pipeline.stage_step import Rerun, TrainingStageStep, loss_of
+from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.torch_internals import never_compiled, paused
 
 
@@ -54,7 +55,7 @@ class StepEnd:
         batch = self._batch
         return join(activations, batch.sizes, batch.layouts, batch.layers.names.__getitem__)
 
-    def run(self, activations: Sequence[Activation], may_call_none: bool = False) -> Any:
+    def run(self, activations: Sequence[Activation]) -> Any:
         """Run the user's step, let its effects count, and return its output.
 
         Raises:
@@ -75,7 +76,7 @@ class StepEnd:
         self._ended = joined, run
         with batch.effects.counted():
             try:
-                return batch.call(run, batch.whole, counts=True, may_call_none=may_call_none)
+                return batch.call(run, batch.whole, counts=True)
             except UnsentValueError as error:
                 raise RunAgain(Rerun.READS) from error
 
@@ -106,7 +107,7 @@ class StepEnd:
         return batch.call(run, part)
 
 
-def run_undivided(batch: Batch, may_call_none: bool = False) -> Any:
+def run_undivided(batch: Batch) -> Any:
     """Run the step on the whole batch, in a process that has all layers.
 
     Its effects count, and nothing has to observe it.
@@ -115,7 +116,7 @@ def run_undivided(batch: Batch, may_call_none: bool = False) -> Any:
     batch.rng.begin_run()
     with batch.effects.counted(), batch.layers.running(run), batch.precision():
         output = batch.step(batch.whole.batch, *batch.args, **batch.kwargs)
-        batch.layers.end_step(run, output, may_call_none)
+        batch.layers.end_step(run, output, may_call_none=batch.backward is None)
     return output
 
 
@@ -151,12 +152,13 @@ class EndedStageStep(TrainingStageStep):
             try:
                 self.output = self._end.run(self._activations)
             except RunAgain as error:
-                self.is_void, self.rerun = True, error.why
+                self.rerun = error.why
         return self._activations[-1]
 
     def _own_gradients(self, microbatch: int) -> Gradients:
-        if self.is_void:
-            return Gradients([None] * len(sent_tensors(self._activations[microbatch])), True)
+        if self.rerun is not None:
+            unknown = [None] * len(sent_tensors(self._activations[microbatch]))
+            return Gradients(unknown, self.rerun)
         if not self._gradients:
             self._backward.differentiate(loss_of(self.output))
             self._gradients = self._end.gradients()

@@ -17,7 +17,7 @@ from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint
 from lightning_axosparse.pipeline.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
-from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
+from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink, Rerun
 from lightning_axosparse.pipeline.joining import Axis, SampleLayouts, learn
 from lightning_axosparse.pipeline.microbatch import MicroBatch, split
 from lightning_axosparse.pipeline.pipeline import Pipeline
@@ -25,7 +25,7 @@ from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import KeepingStep, Rerun, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import KeepingStep, TrainingStageStep
 
 
 def pipeline(
@@ -113,9 +113,9 @@ def run(pipe: Any, batch: Batch, parted: Any = None) -> TrainingStageStep:
         numbers = SampledNumbers(batch.whole.size, torch.device("cpu"))
         batch = replace(batch, numbers=dict.fromkeys(range(pipe._stages + 1), numbers))
     with pipe.rng.batch():
-        last, is_void = pipe.train(batch, parted)
+        last, rerun = pipe.train(batch, parted)
     assert last is not None
-    assert is_void == last.is_void
+    assert rerun is last.rerun
     return last
 
 
@@ -146,7 +146,7 @@ def train(
         microbatches = 1
     given = replace(training(pipe, step, batch, microbatches), **known._asdict())
     last = run(pipe, given, by_parts() if parted else None)
-    assert not last.is_void
+    assert last.rerun is None
     if isinstance(last, PartedStageStep):
         return last.loss
     assert isinstance(last.output, Tensor)
@@ -421,9 +421,9 @@ def test_a_batch_whose_end_draws_for_the_first_time_runs_again() -> None:
     first = run(
         pipe, training(pipe, lambda x: model(x * torch.rand(())).mean(), torch.ones(4, 6), 2)
     )
-    assert (first.is_void, first.rerun) == (True, Rerun.DRAWS)
+    assert first.rerun is Rerun.DRAWS
     last = run(pipe, training(pipe, step, torch.ones(4, 6), 2))
-    assert not last.is_void, "nothing is drawn before the layers"
+    assert last.rerun is None, "nothing is drawn before the layers"
     dealt.uninstall()
 
 

@@ -16,6 +16,7 @@ import pickle
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -189,16 +190,24 @@ class Activation(NamedTuple):
     has_failed: bool = False
 
 
+class Rerun(Enum):
+    """Why a batch has to run again."""
+
+    DRAWS = "the step draws random numbers outside the layers"
+    READS = "the step reads a value that was not sent"
+    HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
+
+
 class Gradients(NamedTuple):
     """The content of a message to the previous stage, for one micro-batch.
 
     Attributes:
         tensors: the gradient of each tensor of the activation; None for a tensor without gradient.
-        are_void: whether the gradients of the batch are dropped, as it has to run again.
+        rerun: why the gradients are dropped and the batch has to run again; None if it has not.
     """
 
     tensors: Sequence[Tensor | None]
-    are_void: bool = False
+    rerun: Rerun | None = None
 
 
 class Message(NamedTuple):

@@ -20,11 +20,12 @@ from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint, checksum
 from lightning_axosparse.pipeline.by_parts import PartedStageStep, not_by_parts
 from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
+from lightning_axosparse.pipeline.crossing.message import Rerun
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES, MessageDriven
-from lightning_axosparse.pipeline.stage_step import Rerun, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import TrainingStageStep
 from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
@@ -229,12 +230,12 @@ class StepRunner:
                 keeps, parted = known.has_other_effects, None
                 if reduction is not None:
                     parted = partial(PartedStageStep, reduction=reduction, keeps=keeps)
-                last, is_void = run.pipeline.train(step, parted)
-            result = self._result(last)
-            if is_void:
+                last, rerun = run.pipeline.train(step, parted)
+            if rerun is not None:
                 for parameter in parameters:
                     parameter.grad = None
-                return stage_module.groups.broadcast_in_replica(result, stage_module.last_stage)
+                return StepResult(rerun=rerun)
+            result = self._result(last)
             if hooks.parameters:
                 with run.rng.after_passes(stage_module.stages[-1]):
                     gradients.call_hooks(stage_module.shared.sharing_batch(hooks.parameters))
@@ -248,8 +249,6 @@ class StepRunner:
         if last is None:
             return StepResult()
         run = self._open
-        if last.is_void:
-            return StepResult(rerun=last.rerun)
         if not isinstance(last, PartedStageStep):
             return self._step_result(last.output)
         if not last.activations:

@@ -14,11 +14,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_axosparse.pipeline.crossing.message import Activation, encode
+from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, encode
 from lightning_axosparse.pipeline.crossing.side_outputs import WatchedLayer
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.pipeline import Pipeline
-from lightning_axosparse.pipeline.stage_step import Rerun
 from lightning_axosparse.pipeline.step_end import RunAgain
 from lightning_axosparse.support.object_trees import object_leaves
 from tests.pipeline.test_pipeline import evaluate, learned, pipeline, run, train, training
@@ -448,7 +447,7 @@ def test_an_attribute_as_large_as_attentions_is_sent_where_it_is_read(
         assert {sizes(message) for message in sent} == {3 * WIDTH * 4}
         known = learned(pipe, plain, batch, 2)
         last = run(pipe, replace(training(pipe, reading, batch, 2), **known._asdict()))
-        assert (last.is_void, last.rerun) == (True, Rerun.READS)
+        assert last.rerun is Rerun.READS
         with pytest.raises(RunAgain) as raised:
             evaluate(pipe, reading, batch, 2, known)
         assert "'layers.0.seen', which a layer sets" in str(raised.value.__cause__)
