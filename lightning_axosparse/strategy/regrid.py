@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from lightning_axosparse.distributed.grid import Grid, divisors
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.shard.partition import Partition
+from lightning_axosparse.pipeline.shard.sharded_module import Transfer
 from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Sharding
-from lightning_axosparse.pipeline.shard.transfer import Transfer
 from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner

@@ -19,10 +19,12 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.distributed.process_groups import all_gather
-from lightning_axosparse.pipeline.shard.transfer import Transfer
+from lightning_axosparse.pipeline.shard.sharding import free
+from lightning_axosparse.sparse.module.parameters import forget, owners, pack, unpack
 from lightning_axosparse.support.torch_internals import swap_values
 from lightning_axosparse.support.troubleshooting import see
 
@@ -59,6 +61,55 @@ def mark_whole(module: nn.Module) -> None:
 def all_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module, by name."""
     return dict(chain(module.named_parameters(), module.named_buffers()))
+
+
+class Transfer:
+    """Sends tensors of a module, and frees those that are not needed.
+
+    A parameter arrives in its storage format, which may be sparse, with its optimizer state, but
+    without its gradient.
+
+    Args:
+        module: the module.
+        optimizers: its optimizers.
+        device: of this rank's tensors.
+    """
+
+    def __init__(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], device: torch.device
+    ) -> None:
+        self._owners = owners(module)
+        self._optimizers, self._device = optimizers, device
+
+    def send(self, name: str, tensor: Tensor, source: int, destinations: Collection[int]) -> None:
+        """Send a tensor of this name; collective over its source and its destinations."""
+        rank = dist.get_rank()
+        if rank in destinations:
+            received: list[Any] = [None]
+            dist.recv_object_list(received, src=source)
+            self._fill(name, tensor, received[0])
+        elif rank == source and destinations:
+            packed = self._packed(name, tensor)
+            for destination in destinations:
+                dist.send_object_list([packed], dst=destination)
+
+    def drop(self, name: str, tensor: Tensor) -> None:
+        """Free a tensor of this name, and its optimizer state."""
+        if isinstance(tensor, nn.Parameter):
+            forget(tensor, self._owners[name], self._optimizers)
+        free(tensor)
+
+    def _packed(self, name: str, tensor: Tensor) -> Any:
+        if isinstance(tensor, nn.Parameter):
+            return pack(tensor, self._owners[name], self._optimizers)
+        return tensor.to("cpu", copy=True)
+
+    def _fill(self, name: str, tensor: Tensor, packed: Any) -> None:
+        free(tensor)
+        if isinstance(tensor, nn.Parameter):
+            unpack(packed, tensor, self._owners[name], self._optimizers, self._device)
+        else:
+            tensor.data = packed.to(self._device)
 
 
 def gather_tensors(module: nn.Module, names: Collection[str]) -> list[str]:

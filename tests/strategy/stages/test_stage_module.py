@@ -12,7 +12,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.shard.partition import partition_layers
-from lightning_axosparse.pipeline.shard.transfer import Transfer
+from lightning_axosparse.pipeline.shard.sharded_module import Transfer
 from lightning_axosparse.strategy.regrid import move_tensors
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from tests.parity.cases import Net
