@@ -109,8 +109,6 @@ class PartedStageStep(TrainingStageStep):
         self._keeps = keeps
         self._weights = LossWeights(reduction, self.batch.microbatches)
         self._losses: list[Tensor] = []
-        self.activations: list[Activation] = []
-        """The layer outputs that the end of the step receives, if they are kept."""
         self.returns_mapping = False
         """Whether the step returns a dict with the loss."""
 

@@ -21,7 +21,6 @@ from lightning_axosparse.pipeline.engine import SharedOrder, StageRun, run
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (
-    KeepingStep,
     ProbingStep,
     StageStep,
     TrainingStageStep,
@@ -115,14 +114,11 @@ class Pipeline:
             with self._layers.backwards_followed():
                 return run_undivided(batch)
         last = self._stages - 1
-        kinds: dict[int, type[StageStep]] = {last: KeepingStep}
-        steps = self.forward(
-            batch, lambda stage, *shared: kinds.get(stage, StageStep)(stage, *shared)
-        )
-        if not isinstance(passed := steps.get(last), KeepingStep):
+        steps = self.forward(batch, StageStep)
+        if last not in steps:
             return None
         with self._layers.backwards_followed(), clock.span("forward", last):
-            return StepEnd(batch).run(passed.activations)
+            return StepEnd(batch).run(steps[last].activations)
 
     def forward(self, batch: Batch, make: Callable[..., S]) -> dict[int, S]:
         """Run the forward passes of micro-batches.
@@ -154,8 +150,8 @@ class Pipeline:
 
     def _read_by_end(self, batch: Batch, last: ProbingStep) -> StageReads:
         """Return the values of the stages that the end of the step reads."""
-        reads, activation = StageReads(), last.activation
-        if activation is None or activation.has_failed or activation.is_empty:
+        reads, (activation,) = StageReads(), last.activations
+        if activation.has_failed or activation.is_empty:
             return reads
         message = detached_message(activation)[1]
         try:

@@ -41,6 +41,9 @@ class StageStep:
 
     def __init__(self, stage: int, batch: Batch, front: StepFront | None = None) -> None:
         self.stage, self.batch, self._front = stage, batch, front
+        self._keeps = stage == batch.layers.end - 1
+        self.activations: list[Activation] = []
+        """On the last stage, the activation of each micro-batch, with which the step ends."""
 
     @property
     def name(self) -> str:
@@ -56,8 +59,15 @@ class StageStep:
             value that was not sent, so that the batch has to run again.
         """
         received = received or NOTHING
-        if received.content.has_failed:
-            return Activation(has_failed=True)
+        activation = Activation(has_failed=True)
+        if not received.content.has_failed:
+            activation = self._activation(microbatch, received)
+        if self._keeps:
+            self.activations.append(activation)
+        return activation
+
+    def _activation(self, microbatch: int, received: Message) -> Activation:
+        """Run the step on a micro-batch, if no stage before has failed."""
         try:
             return self._passed(self._new_run(microbatch, received), microbatch)
         except UnsentValueError:
@@ -136,23 +146,6 @@ def _explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
     ) from error
 
 
-class KeepingStep(StageStep):
-    """The forward passes of one stage, which keeps its activations.
-
-    Attributes:
-        activations: one for each micro-batch.
-    """
-
-    def __init__(self, *shared: Any) -> None:
-        super().__init__(*shared)
-        self.activations: list[Activation] = []
-
-    def forward(self, microbatch: int, received: Message | None) -> Activation:
-        """Run the user's step on a micro-batch, up to the next stage's first layer."""
-        self.activations.append(super().forward(microbatch, received))
-        return self.activations[-1]
-
-
 class ProbingStep(StageStep):
     """The forward pass of one stage that records which values of other stages the step reads.
 
@@ -165,21 +158,16 @@ class ProbingStep(StageStep):
         super().__init__(*shared)
         self.reads = StageReads()
         """Records the values of other stages that the stage reads."""
-        self.activation: Activation | None = None
-        """The activation of the stage."""
 
-    def forward(self, microbatch: int, received: Message | None) -> Activation:
+    def _activation(self, microbatch: int, received: Message) -> Activation:
         """Run the user's step, as in a real pass; if it fails, the next stages do nothing."""
-        self.activation = Activation(has_failed=True)
-        if received is not None and received.content.has_failed:
-            return self.activation
-        run = replace(self._new_run(microbatch, received or NOTHING), reads=self.reads)
+        run = replace(self._new_run(microbatch, received), reads=self.reads)
         try:
-            self.activation = self._passed(run, microbatch)
+            activation = self._passed(run, microbatch)
         except Exception:  # The step raises it again when it trains.
-            return self.activation
+            return Activation(has_failed=True)
         self.reads.is_complete = run.next_layer > 0
-        return self.activation
+        return activation
 
 
 class TrainingStageStep(StageStep):

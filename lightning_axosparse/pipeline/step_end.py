@@ -142,22 +142,21 @@ class EndedStageStep(TrainingStageStep):
     def __init__(self, *shared: Any, **more: Any) -> None:
         super().__init__(*shared, **more)
         self._end = StepEnd(self.batch)
-        self._activations: list[Activation] = []
         self._gradients: list[list[Tensor | None]] = []
 
     def forward(self, microbatch: int, received: Any) -> Activation:
         """Run the user's step on a micro-batch; after the last one, also run its end."""
-        self._activations.append(super().forward(microbatch, received))
-        if len(self._activations) == len(self.batch.microbatches):
+        activation = super().forward(microbatch, received)
+        if len(self.activations) == len(self.batch.microbatches):
             try:
-                self.output = self._end.run(self._activations)
+                self.output = self._end.run(self.activations)
             except RunAgain as error:
                 self.rerun = error.why
-        return self._activations[-1]
+        return activation
 
     def _own_gradients(self, microbatch: int) -> Gradients:
         if self.rerun is not None:
-            unknown = [None] * len(sent_tensors(self._activations[microbatch]))
+            unknown = [None] * len(sent_tensors(self.activations[microbatch]))
             return Gradients(unknown, self.rerun)
         if not self._gradients:
             self._backward.differentiate(loss_of(self.output))

@@ -25,7 +25,7 @@ from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.stage_step import KeepingStep, TrainingStageStep
+from lightning_axosparse.pipeline.stage_step import StageStep, TrainingStageStep
 
 
 def pipeline(
@@ -172,7 +172,7 @@ def learned(pipe: Any, step: Any, batch: Any, microbatches: int) -> Known:
     parts = replace(parts, crossing=crossing)
     with pipe.rng.batch(), torch.no_grad():
         whole, several = (
-            pipe.forward(replace(parts, microbatches=each), KeepingStep)[pipe._stages - 1]
+            pipe.forward(replace(parts, microbatches=each), StageStep)[pipe._stages - 1]
             for each in ([parts.whole], parts.microbatches)
         )
     found, differences = learn(

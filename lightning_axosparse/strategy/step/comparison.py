@@ -36,7 +36,7 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
 from lightning_axosparse.pipeline.stage_forward import StepRun
-from lightning_axosparse.pipeline.stage_step import KeepingStep, loss_of
+from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
 from lightning_axosparse.pipeline.state.values import MISSING, copied, same
@@ -76,18 +76,20 @@ class ComparisonResult(NamedTuple):
     warnings: Sequence[str] = ()
 
 
-class _ComparedStep(KeepingStep):
+class _ComparedStep(StageStep):
     """The passes through one stage, whose errors do not end the job."""
 
-    def forward(self, microbatch: int, received: Message | None) -> Activation:
-        """Run the user's step; if it fails, or has failed before, the next stages do nothing."""
-        if received is None or not received.content.has_failed:
-            try:
-                return super().forward(microbatch, received)
-            except Exception as error:
-                self.batch.failures.append(f"{type(error).__name__}: {error}")
-        self.activations.append(Activation(has_failed=True))
-        return self.activations[-1]
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
+        self._keeps = True
+
+    def _activation(self, microbatch: int, received: Message) -> Activation:
+        """Run the user's step; if it fails, the next stages do nothing."""
+        try:
+            return super()._activation(microbatch, received)
+        except Exception as error:
+            self.batch.failures.append(f"{type(error).__name__}: {error}")
+            return Activation(has_failed=True)
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         run = super()._new_run(microbatch, received)
