@@ -18,14 +18,12 @@ from torch import Tensor
 from lightning_axosparse.distributed.token_exchange import exchange_nothing
 from lightning_axosparse.pipeline.crossing.message import (
     EMPTY,
-    NOTHING,
     Activation,
     Gradients,
     Message,
     Rerun,
     detached_message,
 )
-from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.stage_forward import StepRun
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
@@ -114,28 +112,25 @@ class PartedStageStep(TrainingStageStep):
 
     def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, to its end."""
-        part = self.batch.microbatches[microbatch]
-        run: StepRun | None = None
-        try:
-            if received is not None and received.content.has_failed:
-                raise UnsentValueError
-            run = self._runs[microbatch] = self._new_run(microbatch, received or NOTHING)
-            run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
-            if not self.batch.numbers:  # Python's and NumPy's generators stay, so draws show.
-                run.seed_layers = partial(self.batch.rng.seed_torch, microbatch, self.stage)
-                run.draws = self.batch.rng.noticed_draws()
-            measured = self._limit.measured(self.stage, run.received.tensors)
-            with self.batch.effects.of_part(), measured:
-                output = self._run_step(run, part)
-            self._losses.append(loss_of(output))
-            self.returns_mapping = isinstance(output, Mapping)
-            self.rerun = self.rerun or self._why_again(run, output)
-        except UnsentValueError:
+        if super().forward(microbatch, received).has_failed:
             self._losses.append(Tensor())
             self.rerun = Rerun.READS
-        if run is not None and run.sent_here is not None:
-            self.activations.append(detached_message(run.sent_here)[1].content)
         return EMPTY
+
+    def _passed(self, run: StepRun, microbatch: int) -> Activation:
+        """Run the step to its end; return the layer outputs, if they are kept."""
+        self._runs[microbatch] = run
+        run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
+        if not self.batch.numbers:  # Python's and NumPy's generators stay, so draws show.
+            run.seed_layers = partial(self.batch.rng.seed_torch, microbatch, self.stage)
+            run.draws = self.batch.rng.noticed_draws()
+        measured = self._limit.measured(self.stage, run.received.tensors)
+        with self.batch.effects.of_part(), measured:
+            output = self._run_step(run, self.batch.microbatches[microbatch])
+        self._losses.append(loss_of(output))
+        self.returns_mapping = isinstance(output, Mapping)
+        self.rerun = self.rerun or self._why_again(run, output)
+        return EMPTY if run.sent_here is None else detached_message(run.sent_here)[1].content
 
     def _why_again(self, run: StepRun, output: Any) -> Rerun | None:
         """Return why the batch has to run again, after a run on a micro-batch."""
