@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -213,13 +213,11 @@ class NoticedDraws(PausableOperatorMode):
         """Run an operator, and see whether it draws."""
         if not is_random(func):
             return func(*args, **kwargs)
-        own = _own_generators(args, kwargs)
-        before = _states(own)
-        output = func(*args, **kwargs)
-        # A fused function without dropout draws nothing; another stage has values on meta.
+        call = _Call(func, args, kwargs)
+        # Another stage has values on meta.
         has_values = not any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
-        self._has_drawn |= not (has_values and all(map(torch.equal, before, _states(own))))
-        return output
+        self._has_drawn |= call.has_drawn or not has_values
+        return call.output
 
     def has_drawn(self) -> bool:
         """Return whether numbers have been drawn since the run began."""
@@ -302,40 +300,25 @@ class SampledNumbers(PausableOperatorMode):
             real = partial(_real, device=self._device)
             self.observe(func, *tree_map_only(Tensor, real, (args, dict(kwargs))))
             return func(*args, **kwargs)
-        own = _own_generators(args, kwargs)
-        self.has_drawn_own |= bool(own)
-        for generator in own:
-            self._own_states.setdefault(generator, generator.get_state())
-        before = _states(own)
-        output = func(*args, **kwargs)
-        outputs = [tensor for tensor in tensors_in(output) if tensor.numel()]
-        # A fused function without dropout draws nothing.
-        if all(map(torch.equal, before, _states(own))):
-            return output
+        call = _Call(func, args, kwargs)
+        self.has_drawn_own |= bool(call.own)
+        self._own_states = {**call.own, **self._own_states}
+        if not call.has_drawn:
+            return call.output
         if self._end - self._first == self._samples and self._used == len(self._whole):
-            self._whole.append(_numbers(func, args, output).detach().clone())
+            self._whole.append(call.numbers.detach().clone())
             self._used += 1
-            return output
-        return self._sampled(func, args, kwargs, output, outputs, before, own)
+            return call.output
+        return self._sampled(call)
 
-    def _sampled(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        output: Any,
-        outputs: Sequence[Tensor],
-        before: Sequence[Tensor],
-        own: Sequence[torch.Generator],
-    ) -> Any:
+    def _sampled(self, call: _Call) -> Any:
         """Replace the numbers by the micro-batch's rows of those of the batch."""
-        tensor = _numbers(func, args, output)
+        tensor, func, output = call.numbers, call.func, call.output
+        outputs = [each for each in tensors_in(output) if each.numel()]
         mixes = "randperm" in str(func) or writes_unreturned(func)
         mixes |= len(outputs) != 1 and func is not torch.ops.aten.native_dropout.default
         if self._used == len(self._whole):
-            drawn = tensor.detach().clone()
-            if not mixes:
-                drawn = self._drawn_whole(func, args, kwargs, tensor, before, own)
+            drawn = tensor.detach().clone() if mixes else self._drawn_whole(call)
             self._whole.append(drawn)
         whole = self._whole[self._used]
         self._used += 1
@@ -345,21 +328,14 @@ class SampledNumbers(PausableOperatorMode):
             return output
         tensor.detach().copy_(numbers)
         if func is torch.ops.aten.native_dropout.default:  # dropout on CUDA; it returns its mask
-            scale = 1 / (1 - args[1]) if args[1] < 1 else 0.0
-            torch.mul(args[0], output[1] * scale, out=output[0])
+            probability = call.args[1]
+            scale = 1 / (1 - probability) if probability < 1 else 0.0
+            torch.mul(call.args[0], output[1] * scale, out=output[0])
         return output
 
-    def _drawn_whole(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        tensor: Tensor,
-        before: Sequence[Tensor],
-        own: Sequence[torch.Generator],
-    ) -> Tensor:
+    def _drawn_whole(self, call: _Call) -> Tensor:
         """Draw again for all samples of the batch, as the run on the whole batch would."""
-        size = self._end - self._first
+        tensor, size = call.numbers, self._end - self._first
         dim = next((d for d, n in enumerate(tensor.shape) if n and n % size == 0), None)
         if dim is None:
             return tensor.detach().clone()
@@ -377,10 +353,10 @@ class SampledNumbers(PausableOperatorMode):
                 return type(value)(shape)
             return value
 
-        _restore(before, own)
-        wide_args = [widened(value) for value in args]
-        wide = func(*wide_args, **{key: widened(value) for key, value in kwargs.items()})
-        return _numbers(func, wide_args, wide).detach().clone()
+        call.restore()
+        args = [widened(value) for value in call.args]
+        wide = _Call(call.func, args, {key: widened(v) for key, v in call.kwargs.items()})
+        return wide.numbers.detach().clone()
 
 
 class ComparedNumbers(SampledNumbers):
@@ -411,31 +387,42 @@ def _real(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-def _own_generators(args: Any, kwargs: Any) -> list[torch.Generator]:
-    """Return the user's own generators among the arguments of an operator."""
-    return [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
+class _Call:
+    """A call of an operator that may draw.
 
+    Attributes:
+        own: the user's own generators among its arguments, with their states before the call.
+        output: its output.
+        has_drawn: whether it has drawn; a fused function without dropout does not.
+    """
 
-def _states(own: Sequence[torch.Generator]) -> list[Tensor]:
-    states = [torch.get_rng_state(), *(generator.get_state() for generator in own)]
-    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        generators = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
+        self.own = {generator: generator.get_state() for generator in generators}
+        self._before = self._states()
+        self.output = func(*args, **kwargs)
+        self.has_drawn = not all(map(torch.equal, self._before, self._states()))
 
+    @property
+    def numbers(self) -> Tensor:
+        """The tensor of the numbers that it has drawn."""
+        if self.func is torch.ops.aten.native_dropout.default:
+            mask: Tensor = self.output[1]
+            return mask
+        return next(tensor for tensor in tensors_in(self.output) if tensor.numel())
 
-def _restore(states: Sequence[Tensor], own: Sequence[torch.Generator]) -> None:
-    cpu, *others = states
-    torch.set_rng_state(cpu)
-    for generator, state in zip(own, others, strict=False):
-        generator.set_state(state)
-    if len(others) > len(own):
-        torch.cuda.set_rng_state(others[-1])
+    def restore(self) -> None:
+        """Restore the states of generators before the call."""
+        torch.set_rng_state(self._before[0])
+        for generator, state in self.own.items():
+            generator.set_state(state)
+        if len(self._before) > 1 + len(self.own):
+            torch.cuda.set_rng_state(self._before[-1])
 
-
-def _numbers(func: Any, args: Any, output: Any) -> Tensor:
-    """Return the tensor of the numbers that an operator has drawn."""
-    if func is torch.ops.aten.native_dropout.default:
-        mask: Tensor = output[1]
-        return mask
-    return next(tensor for tensor in tensors_in(output) if tensor.numel())
+    def _states(self) -> list[Tensor]:
+        states = [torch.get_rng_state(), *(generator.get_state() for generator in self.own)]
+        return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
 
 
 def _name(func: Any) -> str:
