@@ -129,10 +129,14 @@ class StageRun:
             return schedule.start_next(activations, gradients)
         return self._order.start_next(schedule, activations, gradients)
 
-    def forward(self, microbatch: int) -> None:
-        """Run a forward pass, send its activation, and hold the tensors for its backward pass."""
-        received = None if self._first else self._link.activations.popleft()
-        activation = self.passes.forward(microbatch, received)
+    def receive_activation(self) -> Message | None:
+        """Return the next activation of the previous stage; None on the first stage."""
+        return None if self._first else self._link.activations.popleft()
+
+    def send_activation(
+        self, microbatch: int, received: Message | None, activation: Activation
+    ) -> None:
+        """Send the activation of a forward pass, and hold the tensors for its backward pass."""
         sent: Sequence[Tensor] = ()
         if activation is not EMPTY:
             sent = sent_tensors(activation) if self._last else self._sent(activation)
@@ -187,7 +191,11 @@ def run(stages: Sequence[StageRun]) -> None:
         rank.begin_pass(kind, microbatch)
         with clock.span(kind, stage.stage, microbatch):
             if kind == "forward":
-                stage.forward(microbatch)
+                received = stage.receive_activation()
+                output = stage.passes.forward(microbatch, received)
+                stage.send_activation(microbatch, received, output)
+                # So that they are freed with the backward pass.
+                del received, output
             else:
                 stage.backward(microbatch)
         if stage.schedule.finished:

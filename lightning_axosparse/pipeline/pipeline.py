@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -97,7 +98,9 @@ class Pipeline:
             return kind(stage, *shared, limit=self.limit, is_first_here=stage == first)
 
         front, forwards_first = self._front(batch), by_parts is None
-        steps, runs = self._run(batch, make, self._schedule, front, forwards_first)
+        steps, runs = self._prepared(batch, make, self._schedule, front, forwards_first)
+        with self._running(front):
+            run(runs)
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
         return steps.get(last), steps[first].rerun
 
@@ -111,13 +114,13 @@ class Pipeline:
             RunAgain: on the last stage, if the batch has to run again.
         """
         if not self.is_divided:
-            with self._layers.backwards_followed():
+            with self._running():
                 return run_undivided(batch)
         last = self._stages - 1
         steps = self.forward(batch, StageStep)
         if last not in steps:
             return None
-        with self._layers.backwards_followed(), clock.span("forward", last):
+        with self._running(), clock.span("forward", last):
             return StepEnd(batch).run(steps[last].activations)
 
     def forward(self, batch: Batch, make: Callable[..., S]) -> dict[int, S]:
@@ -130,7 +133,11 @@ class Pipeline:
         Returns:
             The steps of the stages of this process.
         """
-        return self._run(batch, make, ForwardOnly, self._front(batch))[0]
+        front = self._front(batch)
+        steps, runs = self._prepared(batch, make, ForwardOnly, front)
+        with self._running(front):
+            run(runs)
+        return steps
 
     def probe(self, batch: Batch) -> dict[int, StageReads]:
         """Run the first micro-batch forward, and return the values that each stage reads of others.
@@ -140,10 +147,11 @@ class Pipeline:
         """
         one = batch.microbatches[0]._replace(number=0)
         batch = replace(batch, microbatches=[one], crossing=None)
-        steps, _ = self._run(batch, ProbingStep, ForwardOnly)
-        reads = {stage: step.reads for stage, step in steps.items()}
-        if self._stages - 1 in steps:
-            with self._layers.backwards_followed():
+        steps, runs = self._prepared(batch, ProbingStep, ForwardOnly)
+        with self._running():
+            run(runs)
+            reads = {stage: step.reads for stage, step in steps.items()}
+            if self._stages - 1 in steps:
                 reads[self._stages] = self._read_by_end(batch, steps[self._stages - 1])
         gathered = self._gather(reads)
         return {stage: each for others in gathered for stage, each in others.items()}
@@ -172,7 +180,7 @@ class Pipeline:
         parameters = () if batch.backward is None else self._outer_parameters()
         return StepFront(batch, parameters)
 
-    def _run(
+    def _prepared(
         self,
         batch: Batch,
         make: Callable[..., S],
@@ -180,7 +188,7 @@ class Pipeline:
         front: StepFront | None = None,
         forwards_first: bool = False,
     ) -> tuple[dict[int, S], list[StageRun]]:
-        """Run a batch through the stages of this process; return their steps and runs."""
+        """Create the steps of a batch on the stages of this process, and their runs."""
         steps = {stage: make(stage, batch, front if stage == 0 else None) for stage in self._links}
         count, limit, stages = len(batch.microbatches), self.limit.value, self._stages
         runs = [
@@ -194,8 +202,12 @@ class Pipeline:
             )
             for stage, step in steps.items()
         ]
+        return steps, runs
+
+    @contextmanager
+    def _running(self, front: StepFront | None = None) -> Iterator[None]:
+        """Follow backward passes of the step in the context; run the code before the layers."""
         with self._layers.backwards_followed():
             if front is not None:
                 front.run()
-            run(runs)
-        return steps, runs
+            yield
