@@ -136,7 +136,7 @@ class Ours:
             targets if stage == stages - 1 else None,
         )
         with self._products():
-            engine.run([StageRun(stage, stages, decides, self._link, passes)])
+            engine.run([StageRun(decides, self._link, passes)])
 
 
 class Torch:

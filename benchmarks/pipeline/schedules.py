@@ -147,7 +147,7 @@ class SleepingStage:
         seconds = self._forward * delays(case.sigma, trial, self.stages)
         decides = choice.schedule(self.stage, self.stages, MICROBATCHES, choice.limit)
         passes = SleepingPasses(*seconds[:, self.stage])
-        engine.run([StageRun(self.stage, self.stages, decides, self._link, passes)])
+        engine.run([StageRun(decides, self._link, passes)])
 
     def runner(self, choice: Choice, case: Case) -> Runner:
         return lambda trial: self.step(choice, case, trial)

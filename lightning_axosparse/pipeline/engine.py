@@ -99,18 +99,16 @@ class StageRun:
 
     def __init__(
         self,
-        stage: int,
-        stages: int,
         schedule: Schedule,
         link: Link,
         passes: StageStep,
         order: SharedOrder | None = None,
     ) -> None:
-        self.stage, self.schedule, self.passes = stage, schedule, passes
+        self.stage, self.schedule, self.passes = schedule.stage, schedule, passes
         self._order = order
         self.peak_in_flight = 0
         """Largest number of micro-batches that the stage has held."""
-        self._first, self._last = stage == 0, stage == stages - 1
+        self._first, self._last = self.stage == 0, self.stage == schedule.stages - 1
         self._link = link
         self._held: dict[int, tuple[Message | None, Sequence[Tensor]]] = {}
         forward_only = isinstance(schedule, ForwardOnly)

@@ -190,16 +190,9 @@ class Pipeline:
     ) -> tuple[dict[int, S], list[StageRun]]:
         """Create the steps of a batch on the stages of this process, and their runs."""
         steps = {stage: make(stage, batch, front if stage == 0 else None) for stage in self._links}
-        count, limit, stages = len(batch.microbatches), self.limit.value, self._stages
+        shared = self._stages, len(batch.microbatches), self.limit.value, forwards_first
         runs = [
-            StageRun(
-                stage,
-                stages,
-                schedule(stage, stages, count, limit, forwards_first),
-                self._links[stage],
-                step,
-                self._shared_order,
-            )
+            StageRun(schedule(stage, *shared), self._links[stage], step, self._shared_order)
             for stage, step in steps.items()
         ]
         return steps, runs

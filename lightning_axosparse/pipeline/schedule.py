@@ -21,7 +21,7 @@ warm-up: one that runs when the missing activation comes delays all later stages
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 PassKind = Literal["forward", "backward"]
 
@@ -53,7 +53,7 @@ class Schedule(ABC):
         in_flight: int,
         forwards_first: bool = False,
     ) -> None:
-        self.microbatches = microbatches
+        self.stage, self.stages, self.microbatches = stage, stages, microbatches
         self.in_flight = microbatches if forwards_first else in_flight
         self.warm_up = microbatches if forwards_first else min(stages - stage, in_flight)
         self._forwards_first = forwards_first
@@ -117,14 +117,11 @@ class Schedule(ABC):
 class MessageDriven(Schedule):
     """Prefers the pass of 1F1B, and runs the other instead of waiting for its message."""
 
-    def __init__(self, stage: int, stages: int, *args: Any) -> None:
-        super().__init__(stage, stages, *args)
-        self._has_slack = self.in_flight > stages
-
     def _choose(self, can_forward: bool, can_backward: bool) -> PassKind | None:
         if can_forward and (not can_backward or self._warming_up):
             return "forward"
-        if can_backward and (self._has_slack or not self._warming_up):
+        has_slack = self.in_flight > self.stages
+        if can_backward and (has_slack or not self._warming_up):
             return "backward"
         return None
 
