@@ -29,13 +29,11 @@ class MicroBatch(NamedTuple):
         batch: the part, of the type of the batch.
         size: number of samples.
         begin: index of the first of these samples in the batch.
-        number: index of the micro-batch.
     """
 
     batch: Any
     size: int
     begin: int = 0
-    number: int = 0
 
 
 def split(batch: Any, microbatches: int, layout: BatchLayout | None = None) -> list[MicroBatch]:
@@ -56,10 +54,7 @@ def split(batch: Any, microbatches: int, layout: BatchLayout | None = None) -> l
     bounds = [count * i // parts for i in range(parts + 1)]
     if parts == 1:
         return [MicroBatch(batch, count)]
-    return [
-        MicroBatch(layout.cut(batch, lo, hi), hi - lo, lo, number)
-        for number, (lo, hi) in enumerate(pairwise(bounds))
-    ]
+    return [MicroBatch(layout.cut(batch, lo, hi), hi - lo, lo) for lo, hi in pairwise(bounds)]
 
 
 def one_size(sizes: Mapping[Path, int]) -> int:
@@ -102,10 +97,7 @@ def counted(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:
     """
     sizes = _added_up(batches, whole) or [samples(batch) for batch in batches]
     begins = accumulate(sizes, initial=0)
-    return [
-        MicroBatch(batch, size, begin, number)
-        for number, (batch, size, begin) in enumerate(zip(batches, sizes, begins, strict=False))
-    ]
+    return [MicroBatch(*each) for each in zip(batches, sizes, begins, strict=False)]
 
 
 def _added_up(batches: Sequence[Any], whole: Any) -> list[int] | None:

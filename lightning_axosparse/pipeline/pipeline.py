@@ -145,8 +145,7 @@ class Pipeline:
         Collective over the pipeline. Gradients are not computed, but the graph is, as the behaviour
         of a step may depend on it.
         """
-        one = batch.microbatches[0]._replace(number=0)
-        batch = replace(batch, microbatches=[one], crossing=None)
+        batch = replace(batch, microbatches=batch.microbatches[:1], crossing=None)
         steps, runs = self._prepared(batch, ProbingStep, ForwardOnly)
         with self._running():
             run(runs)

@@ -41,7 +41,7 @@ def test_a_batch_without_tensors_is_one_microbatch() -> None:
 
 def test_samples_of_a_users_parts_are_counted() -> None:
     parts = counted([torch.zeros(3), torch.zeros(1)])
-    assert [(part.size, part.begin, part.number) for part in parts] == [(3, 0, 0), (1, 3, 1)]
+    assert [(part.size, part.begin) for part in parts] == [(3, 0), (1, 3)]
 
 
 def test_samples_of_a_users_parts_are_counted_along_the_dimension_that_they_divide() -> None:
