@@ -41,7 +41,11 @@ class Generators:
         self._torch = torch.get_rng_state()
         is_cuda = device.type == "cuda"
         self._cuda = torch.cuda.get_rng_state(device) if is_cuda else None
-        self._numpy, self._python = _NumPyState(), random.getstate()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=False)
+        # Reading and writing NumPy's state takes 0.1 ms each, and comparing its memory 1 us. Where
+        # a normal number of the last pair is left, a draw may take that, and nothing else changes.
+        self._numpy_memory = b"" if self._numpy.get("has_gauss") else _numpy_memory()
 
     def restore(self, device: torch.device) -> None:
         """Restore these states."""
@@ -49,18 +53,22 @@ class Generators:
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, device)
         random.setstate(self._python)
-        if not self._numpy.memory or self._numpy.memory != _numpy_memory():
-            np.random.set_state(self._numpy.state)
+        if not self._numpy_memory or self._numpy_memory != _numpy_memory():
+            np.random.set_state(self._numpy)
 
     def match_python_and_numpy(self) -> bool:
         """Whether Python's and NumPy's generators have these states now."""
-        return self._numpy.is_present() and self._python == random.getstate()
+        if self._python != random.getstate():
+            return False
+        if self._numpy_memory:
+            return self._numpy_memory == _numpy_memory()
+        return _equal(self._numpy, np.random.get_state(legacy=False))
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, Generators)
             and self._python == other._python
-            and self._numpy.equals(other._numpy)
+            and _equal(self._numpy, other._numpy)
             and torch.equal(self._torch, other._torch)
             and (self._cuda is None or other._cuda is None or torch.equal(self._cuda, other._cuda))
         )
@@ -68,30 +76,10 @@ class Generators:
     __hash__ = None  # type: ignore[assignment]
 
 
-class _NumPyState:
-    """The present state of NumPy's global generator; can be pickled.
-
-    Attributes:
-        state: as :func:`numpy.random.get_state` returns it.
-        memory: the generator's memory, where it shows each draw; else empty.
-    """
-
-    def __init__(self) -> None:
-        self.state: Any = np.random.get_state(legacy=False)
-        # Reading and writing the state takes 0.1 ms each, and comparing its memory 1 us. Where a
-        # normal number of the last pair is left, a draw may take that, and nothing else changes.
-        self.memory = b"" if self.state.get("has_gauss") else _numpy_memory()
-
-    def is_present(self) -> bool:
-        """Return whether the generator has this state."""
-        if self.memory:
-            return self.memory == _numpy_memory()
-        return self.equals(_NumPyState())
-
-    def equals(self, other: _NumPyState) -> bool:
-        """Whether two states are equal."""
-        one, two = tree_leaves(self.state), tree_leaves(other.state)
-        return len(one) == len(two) and all(map(np.array_equal, one, two))
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two states of NumPy's generator are equal."""
+    ours, theirs = tree_leaves(one), tree_leaves(other)
+    return len(ours) == len(theirs) and all(map(np.array_equal, ours, theirs))
 
 
 _Memory = ctypes.c_char * (625 * 4)
