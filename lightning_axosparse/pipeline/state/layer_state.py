@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,20 +50,6 @@ class _Counted:
         set_attribute(self.owner, self.path.name, value)
 
 
-class _Buffer(NamedTuple):
-    """A buffer, with a copy of its values."""
-
-    owner: nn.Module
-    name: str
-    buffer: Tensor
-    values: Tensor
-
-    def restore(self) -> None:
-        setattr(self.owner, self.name, self.buffer)
-        with torch.no_grad():
-            self.buffer.copy_(self.values)
-
-
 class LayerState:
     """The state of layers before a batch: attributes that count calls, and all buffers."""
 
@@ -73,8 +59,8 @@ class LayerState:
         self._rewritten: dict[tuple[AttributePath, int], Tensor] = {}
         self._versions: dict[int, list[int]] = {}
         """By stage, the versions of rewritten parameters before the first micro-batch."""
-        self._before: list[_Buffer] | None = None
-        """While a batch runs, all buffers before it."""
+        self._before: list[tuple[nn.Module, str, Tensor, Tensor]] = []
+        """While a batch runs, all buffers before it: the owner, the name, and a copy."""
 
     def learn(
         self,
@@ -102,10 +88,12 @@ class LayerState:
 
         If the last batch has not ended, it runs again, with the buffers from before it.
         """
-        for buffer in self._before or ():
-            buffer.restore()
+        for owner, name, buffer, values in self._before:
+            setattr(owner, name, buffer)
+            with torch.no_grad():
+                buffer.copy_(values)
         self._before = [
-            _Buffer(owner, name, value, value.clone())
+            (owner, name, value, value.clone())
             for owner in self._module.modules()
             for name, value in owner.named_buffers(recurse=False)
             if not value.is_meta
@@ -142,7 +130,7 @@ class LayerState:
 
     def end_batch(self) -> list[str]:
         """Set the attributes to their values after the batch; return warnings."""
-        self._before = None
+        self._before = []
         warnings = []
         for each in self._counted.values():
             if each.parts and not all(same(part, each.parts[0]) for part in each.parts):
