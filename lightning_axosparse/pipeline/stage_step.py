@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -58,25 +59,22 @@ class StageStep:
             The activation to send. It is marked as failed if this stage, or one before it, reads a
             value that was not sent, so that the batch has to run again.
         """
-        received = received or NOTHING
         activation = Activation(has_failed=True)
-        if not received.content.has_failed:
-            activation = self._activation(microbatch, received)
+        if received is None or not received.content.has_failed:
+            if received is not None:
+                self.batch.fingerprint.validate(received.content.fingerprint, self.stage)
+            with suppress(self._failures):
+                run = self._new_run(microbatch, received or NOTHING)
+                activation = self._passed(run, microbatch)
         if self._keeps:
             self.activations.append(activation)
         return activation
 
-    def _activation(self, microbatch: int, received: Message) -> Activation:
-        """Run the step on a micro-batch, if no stage before has failed."""
-        try:
-            return self._passed(self._new_run(microbatch, received), microbatch)
-        except UnsentValueError:
-            return Activation(has_failed=True)
+    _failures: type[Exception] = UnsentValueError
+    """The errors that only mark the activation as failed, as the step raises them again."""
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         """Create the run of the step on a micro-batch."""
-        if received is not NOTHING:
-            self.batch.fingerprint.validate(received.content.fingerprint, self.stage)
         part = self.batch.microbatches[microbatch]
         return StepRun(
             stage=self.stage,
@@ -159,13 +157,12 @@ class ProbingStep(StageStep):
         self.reads = StageReads()
         """Records the values of other stages that the stage reads."""
 
-    def _activation(self, microbatch: int, received: Message) -> Activation:
-        """Run the user's step, as in a real pass; if it fails, the next stages do nothing."""
-        run = replace(self._new_run(microbatch, received), reads=self.reads)
-        try:
-            activation = self._passed(run, microbatch)
-        except Exception:  # The step raises it again when it trains.
-            return Activation(has_failed=True)
+    _failures = Exception
+
+    def _passed(self, run: StepRun, microbatch: int) -> Activation:
+        """Run the user's step, as in a real pass, and record its reads."""
+        run = replace(run, reads=self.reads)
+        activation = super()._passed(run, microbatch)
         self.reads.is_complete = run.next_layer > 0
         return activation
 

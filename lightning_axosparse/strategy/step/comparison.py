@@ -83,13 +83,14 @@ class _ComparedStep(StageStep):
         super().__init__(*shared)
         self._keeps = True
 
-    def _activation(self, microbatch: int, received: Message) -> Activation:
-        """Run the user's step; if it fails, the next stages do nothing."""
+    def forward(self, microbatch: int, received: Message | None) -> Activation:
+        """Run the user's step; if it fails, or has failed before, the next stages do nothing."""
         try:
-            return super()._activation(microbatch, received)
+            return super().forward(microbatch, received)
         except Exception as error:
             self.batch.failures.append(f"{type(error).__name__}: {error}")
-            return Activation(has_failed=True)
+            self.activations.append(Activation(has_failed=True))
+            return self.activations[-1]
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         run = super()._new_run(microbatch, received)
