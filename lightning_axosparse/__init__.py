@@ -13,9 +13,9 @@ from lightning_axosparse.checkpoint.load import load_sparse
 from lightning_axosparse.checkpoint.safetensors import save_safetensors
 from lightning_axosparse.pruning import ChannelTicket, Ticket
 from lightning_axosparse.sparse import densify, sparsify
+from lightning_axosparse.strategy.config import ExpertParallel, TensorParallel
 from lightning_axosparse.strategy.launcher.failure import RankFailedError
 from lightning_axosparse.strategy.launcher.fork_server import close_ranks
-from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.strategy.strategy import AxoSparseStrategy
 from lightning_axosparse.support.files import CorruptFileError
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -17,7 +17,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.by_parts import Reduction
 from lightning_axosparse.pipeline.schedule import SCHEDULES
-from lightning_axosparse.strategy.parallelism import ExpertParallel, TensorParallel
 from lightning_axosparse.support.arguments import (
     BOOL,
     COUNT,
@@ -31,11 +30,18 @@ from lightning_axosparse.support.arguments import (
     instance_of,
     number,
     one_of,
+    short_repr,
 )
 from lightning_axosparse.support.troubleshooting import see
 
+if TYPE_CHECKING:  # It loads DTensor, which only tensor parallelism needs.
+    from torch.distributed.tensor.parallel import ParallelStyle
+
 P = ParamSpec("P")
 S = TypeVar("S")
+
+TensorPlan = Literal["auto"] | Mapping[str, "ParallelStyle"]
+Experts = Literal["auto"] | str | Sequence[str]
 
 _BALANCE = one_of("parameters") | Kind(
     f"{LAYERS.wanted}. The first batches of a run log the time of each stage if one computes much "
@@ -48,31 +54,61 @@ _TIMEOUT = number("a number of seconds above 0", lambda value: value > 0) | Kind
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plugins:
-    """The arguments that Lightning's strategies have, too."""
+@dataclass(frozen=True)
+class TensorParallel:
+    """Tensor parallelism: the ranks of a group have each a part of the weights of a stage.
 
-    accelerator: Accelerator | None = None
-    parallel_devices: list[torch.device] | None = None
-    cluster_environment: ClusterEnvironment | None = None
-    checkpoint_io: CheckpointIO | None = None
-    precision_plugin: Precision | None = None
+    Args:
+        ranks: number of ranks that share the layers of a stage. All run the same passes in the
+            same order.
+        plan: the weights that they share, and how. A dict has torch's ``ColwiseParallel``,
+            ``RowwiseParallel`` and the like by names of modules, such as
+            ``{"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}``. "auto" takes
+            the layers that the module's ``configure_model`` has parallelized on
+            ``self.device_mesh["tensor_parallel"]``, as for Lightning's ``ModelParallelStrategy``;
+            if there are none, the plan of a Hugging Face module.
+
+    Raises:
+        MisconfigurationException: for arguments out of range.
+    """
+
+    ranks: int
+    plan: TensorPlan = "auto"
 
     def __post_init__(self) -> None:
-        """Check the types."""
-        check_fields(
-            MisconfigurationException,
-            self,
-            accelerator=instance_of("a Lightning Accelerator", Accelerator) | NONE,
-            parallel_devices=instance_of("a list of devices", list) | NONE,
-            cluster_environment=instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
-            checkpoint_io=instance_of("a CheckpointIO", CheckpointIO) | NONE,
-            precision_plugin=instance_of("a Precision plugin", Precision) | NONE,
-        )
+        """Check the arguments."""
+        styles = instance_of("a dict of torch's styles by names of modules", Mapping)
+        check_fields(MisconfigurationException, self, ranks=COUNT, plan=one_of("auto") | styles)
+        if not isinstance(self.plan, str):
+            _validate_styles(self.plan)
 
 
 @dataclass(frozen=True)
-class Config(Plugins):
+class ExpertParallel:
+    """Expert parallelism: replicas have each a part of the experts of a stage.
+
+    Args:
+        ranks: number of ranks over which the experts of a stage are spread. They are consecutive
+            replicas, which send each other their tokens, and run the same passes in the same order.
+            It divides the number of replicas.
+        experts: the modules with the experts. "auto" takes the plan of a Hugging Face module; else
+            a pattern such as ``"model.layers.*.mlp.experts"``, or several, of names of modules
+            whose ``forward`` takes ``hidden_states``, ``top_k_index`` and ``top_k_weights``.
+
+    Raises:
+        MisconfigurationException: for arguments out of range.
+    """
+
+    ranks: int
+    experts: Experts = "auto"
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        check_fields(MisconfigurationException, self, ranks=COUNT, experts=TEXT | NAMES)
+
+
+@dataclass(frozen=True)
+class Config:
     """The arguments of ``AxoSparseStrategy``, whose docstring explains them."""
 
     g_inter: int = 1
@@ -91,10 +127,15 @@ class Config(Plugins):
     tensor_parallel: TensorParallel | int = 1
     expert_parallel: ExpertParallel | int = 1
     timeout: float | timedelta = timedelta(minutes=30)
+    _: KW_ONLY
+    accelerator: Accelerator | None = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision_plugin: Precision | None = None
 
     def __post_init__(self) -> None:
         """Check each argument, then their combinations."""
-        super().__post_init__()
         check_fields(
             MisconfigurationException,
             self,
@@ -114,6 +155,11 @@ class Config(Plugins):
             tensor_parallel=COUNT | instance_of("a TensorParallel", TensorParallel),
             expert_parallel=COUNT | instance_of("an ExpertParallel", ExpertParallel),
             timeout=_TIMEOUT,
+            accelerator=instance_of("a Lightning Accelerator", Accelerator) | NONE,
+            parallel_devices=instance_of("a list of devices", list) | NONE,
+            cluster_environment=instance_of("a ClusterEnvironment", ClusterEnvironment) | NONE,
+            checkpoint_io=instance_of("a CheckpointIO", CheckpointIO) | NONE,
+            precision_plugin=instance_of("a Precision plugin", Precision) | NONE,
         )
         self._check_grid()
         self._check_schedule()
@@ -223,6 +269,20 @@ class Config(Plugins):
             raise MisconfigurationException(
                 f"regrid={regrid} is no proper divisor of g_inter={g_inter}, so the ranks of a "
                 f"pipeline cannot form pipelines of so many stages. {choice}." + see("grid")
+            )
+
+
+def _validate_styles(plan: Mapping[str, Any]) -> None:
+    """Check that the values of a plan are styles, not their names."""
+    # Code that has made a style has loaded DTensor.
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    for name, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise MisconfigurationException(
+                f"The plan gives {name!r} the style {short_repr(style)}, which is none of "
+                "torch.distributed.tensor.parallel, such as ColwiseParallel() and "
+                "RowwiseParallel()." + see("tensor-parallel")
             )
 
 

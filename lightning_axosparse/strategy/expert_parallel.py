@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_axosparse.distributed.token_exchange import TokenExchange
 from lightning_axosparse.sparse.module.parameters import OwnedParameter, owned_parameters
-from lightning_axosparse.strategy.parallelism import Experts
+from lightning_axosparse.strategy.config import Experts
 from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans, matches
 from lightning_axosparse.support.patched import Forward, patched, replaced_forward
 from lightning_axosparse.support.torch_internals import with_gradient_hooks

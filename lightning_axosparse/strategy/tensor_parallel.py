@@ -30,7 +30,7 @@ from lightning_axosparse.distributed.gradient_reducer import local_part
 from lightning_axosparse.sparse.module.parameters import OwnedParameter
 from lightning_axosparse.sparse.module.sparse_module import SparseModule
 from lightning_axosparse.strategy.compat.internals import set_device_mesh
-from lightning_axosparse.strategy.parallelism import TensorPlan
+from lightning_axosparse.strategy.config import TensorPlan
 from lightning_axosparse.strategy.weight_parts import SplitParameter, hugging_face_plans, matches
 from lightning_axosparse.support.torch_internals import forget_parallelized, with_gradient_hooks
 from lightning_axosparse.support.troubleshooting import see
