@@ -298,22 +298,22 @@ class PipelineStrategy(MPIStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``training_step`` forward and backward on every micro-batch of a batch."""
         context = self.step_context(self.precision_plugin.train_step_context)
-        return self._state.runner.train(self._module.training_step, context, *args, **kwargs)
+        return self._state.runner.run_step(self._module.training_step, context, *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step`` forward."""
         context = self.step_context(self.precision_plugin.val_step_context)
-        return self._state.runner.evaluate(self._module.validation_step, context, *args, **kwargs)
+        return self._state.runner.run_step(self._module.validation_step, context, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``test_step`` forward."""
         context = self.step_context(self.precision_plugin.test_step_context)
-        return self._state.runner.evaluate(self._module.test_step, context, *args, **kwargs)
+        return self._state.runner.run_step(self._module.test_step, context, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``predict_step`` forward; every stage returns the last stage's predictions."""
         context = self.step_context(self.precision_plugin.predict_step_context)
-        return self._state.runner.evaluate(self._module.predict_step, context, *args, **kwargs)
+        return self._state.runner.run_step(self._module.predict_step, context, *args, **kwargs)
 
     def optimizer_step(
         self,

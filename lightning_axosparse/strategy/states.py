@@ -68,14 +68,12 @@ class AtRest(_NotRunning):
         """The object that runs the module's steps."""
         return self
 
-    def evaluate(
+    def run_step(
         self, user_step: Callable[..., Any], precision: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a step of the module in the context that ``precision`` makes."""
         with precision():
             return user_step(*args, **kwargs)
-
-    train = evaluate
 
 
 class LeftSharded(_NotRunning):

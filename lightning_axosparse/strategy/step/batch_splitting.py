@@ -87,42 +87,27 @@ class BatchSplitter:
             return layout.cut(batch, 0, 1), 0.0
         return layout.cut(batch, first, end), (end - first) * replicas / count
 
-    def split_to_train(
+    def microbatches_of(
         self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
     ) -> list[MicroBatch]:
         """Split a training batch into the wanted number of micro-batches, if it is large enough.
 
-        Replicas that share experts get equally many; collective over these. ``rest`` are the other
-        arguments of the step.
+        Other batches are split into equal micro-batches, about as many as wanted. Replicas that
+        share experts get equally many; collective over these. ``rest`` are the other arguments of
+        the step.
         """
-        fewest, wanted = self._fewest_samples, self._microbatches
-        return self._split(
-            batch, rest, groups, lambda samples: min(wanted, max(1, min(samples) // fewest))
-        )
-
-    def split_to_evaluate(
-        self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
-    ) -> list[MicroBatch]:
-        """Split a batch into equal micro-batches, about as many as wanted; arguments as above."""
-        fewest, wanted = self._fewest_samples, self._microbatches
-        return self._split(
-            batch, rest, groups, lambda samples: even_parts(gcd(*samples), wanted, fewest)
-        )
-
-    def _split(
-        self,
-        batch: Any,
-        rest: Sequence[Any],
-        groups: ProcessGroups,
-        parts: Callable[[list[int]], int],
-    ) -> list[MicroBatch]:
         wanted = self._microbatches
         if wanted == 1:
             return [MicroBatch(batch, samples(batch))]
         if self._split_batch is not None:
             return counted(self._equally_many_parts(batch, wanted, groups), batch)
         layout, count = self._loader(rest).layout(batch, wanted)
-        return split(batch, parts(all_gather(count, groups.experts)), layout)
+        counts, fewest = all_gather(count, groups.experts), self._fewest_samples
+        if self._trainer.training:
+            parts = min(wanted, max(1, min(counts) // fewest))
+        else:
+            parts = even_parts(gcd(*counts), wanted, fewest)
+        return split(batch, parts, layout)
 
     def _equally_many_parts(self, batch: Any, wanted: int, groups: ProcessGroups) -> Any:
         """Call the user's function; replicas that share experts get equally many parts."""
@@ -162,9 +147,7 @@ class BatchSplitter:
         try:
             yield
         except (RuntimeError, IndexError, ValueError) as error:
-            origin = loaders.source(self._trainer, rest)
-            known = self._known.get((origin.loop, origin.index))
-            cut = None if known is None else known.inferred_shapes(batch)
+            cut = self._loader(rest).inferred_shapes(batch)
             if not cut or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise MisconfigurationException(

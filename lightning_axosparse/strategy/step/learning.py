@@ -94,8 +94,9 @@ class StepLearner:
         self._free, self._tolerance = free, tolerance
         self._reported: set[str] = set()
 
-    def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch, trains: bool) -> None:
+    def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
         """Probe which values stages read, and compare a batch that is due."""
+        trains = self._trainer.training
         is_due = known.begin_batch(trains and self._trainer.fit_loop.batch_idx == 0)
         if not step.microbatches:
             return

@@ -146,7 +146,7 @@ class StepRunner:
         """Most micro-batches that each stage of this rank held in its last training batch."""
         return self._open.pipeline.peak_in_flight
 
-    def train(
+    def run_step(
         self,
         user_step: Callable[..., Any],
         precision: StepContext,
@@ -154,52 +154,37 @@ class StepRunner:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the module's ``training_step`` forward and backward, in the context of ``precision``.
-
-        Returns:
-            The output of the step; on ranks without the last stage, its loss.
-        """
-        run, stage_module = self._open, self._open.stage_module
-        with this_rank().step(*position(self._trainer)):
-            batch, share = self._splitter.own_part(batch, args, stage_module.grid)
-            microbatches = self._splitter.split_to_train(batch, args, stage_module.groups)
-            step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
-            known = self._loader_steps(step)
-            with run.rng.batch(), self._splitter.explained(args, batch):
-                run.effects.begin_batch()
-                self._learner.begin_batch(run, known, step, trains=True)
-                result = self._trained(known, step, share)
-                while result.rerun is not None:
-                    self._learner.run_again(run, known, result.rerun)
-                    result = self._trained(known, step, share)
-                return self._applied(result)
-
-    def evaluate(
-        self,
-        user_step: Callable[..., Any],
-        precision: StepContext,
-        batch: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Run the module's ``validation_step``, ``test_step`` or ``predict_step`` forward.
+        """Run a step of the module in the context of ``precision``, and backward in training.
 
         Returns:
             The output of the step; on ranks without the last stage its loss, except in prediction.
         """
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
-            batch, _ = self._splitter.own_part(batch, args, stage_module.grid)
-            microbatches = self._splitter.split_to_evaluate(batch, args, stage_module.groups)
-            step = self._batch(user_step, precision, batch, args, kwargs, microbatches)
+            batch, share = self._splitter.own_part(batch, args, stage_module.grid)
+            microbatches = self._splitter.microbatches_of(batch, args, stage_module.groups)
+            step = Batch(
+                step=user_step,
+                args=args,
+                kwargs=kwargs,
+                precision=precision,
+                layers=stage_module.layers,
+                rng=run.rng,
+                whole=MicroBatch(batch, sum(part.size for part in microbatches)),
+                microbatches=microbatches,
+                fingerprint=self._fingerprint(batch),
+                effects=run.effects,
+            )
             known = self._loader_steps(step)
+            trained = partial(self._trained, share=share)
+            pass_through = trained if self._trainer.training else self._evaluated
             with run.rng.batch(), self._splitter.explained(args, batch):
                 run.effects.begin_batch()
-                self._learner.begin_batch(run, known, step, trains=False)
-                result = self._evaluated(known, step)
+                self._learner.begin_batch(run, known, step)
+                result = pass_through(known, step)
                 while result.rerun is not None:
                     self._learner.run_again(run, known, result.rerun)
-                    result = self._evaluated(known, step)
+                    result = pass_through(known, step)
                 return self._applied(result)
 
     def _loader_steps(self, step: Batch) -> LoaderSteps:
@@ -349,29 +334,6 @@ class StepRunner:
         """Set the gradients of parameters to those that the step has computed."""
         self._stashed.restore()
         self._open.stage_module.remote_gradients.mark_present()
-
-    def _batch(
-        self,
-        user_step: Callable[..., Any],
-        precision: StepContext,
-        batch: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        microbatches: Sequence[MicroBatch],
-    ) -> Batch:
-        """Create the batch that the stages of this rank share."""
-        return Batch(
-            step=user_step,
-            args=args,
-            kwargs=kwargs,
-            precision=precision,
-            layers=self._open.stage_module.layers,
-            rng=self._open.rng,
-            whole=MicroBatch(batch, sum(part.size for part in microbatches)),
-            microbatches=microbatches,
-            fingerprint=self._fingerprint(batch),
-            effects=self._open.effects,
-        )
 
     def _fingerprint(self, batch: Any) -> BatchFingerprint:
         """Return the fingerprint that ranks with the same batch compare."""

@@ -45,14 +45,12 @@ class WholeStepRunner:
         """Give the precision plugin its own backward pass back."""
         restore_precision(self._precision)
 
-    def evaluate(
+    def run_step(
         self, user_step: Callable[..., Any], precision: StepContext, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a step of the module in the context of ``precision``."""
+        """Run a step of the module in the context of ``precision``; Lightning differentiates."""
         with this_rank().step(*position(self._trainer)), clock.span("forward"), precision():
             return user_step(*args, **kwargs)
-
-    train = evaluate  # Lightning differentiates the loss.
 
     @contextmanager
     def _differentiates(self) -> Iterator[None]:

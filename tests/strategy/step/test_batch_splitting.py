@@ -97,8 +97,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 
         return split_and_note
 
-    for name in ("split_to_train", "split_to_evaluate"):
-        monkeypatch.setattr(BatchSplitter, name, noting(getattr(BatchSplitter, name)))
+    monkeypatch.setattr(BatchSplitter, "microbatches_of", noting(BatchSplitter.microbatches_of))
     return found
 
 
