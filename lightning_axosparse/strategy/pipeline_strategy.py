@@ -46,9 +46,8 @@ from lightning_axosparse.strategy.stages.partitioner import Partitioner
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.validation import (
-    advise_on_batch_norm,
     advise_on_dropout,
-    advise_on_norms_without_statistics,
+    advise_on_norms,
     ignore_if_layers_follow,
     optimizers_before_setup,
     validate_copied_whole,
@@ -179,14 +178,14 @@ class PipelineStrategy(MPIStrategy):
             self._tensors.parallelize(self.config.tensors.plan)
         layers, optimizers = self._layers, list[Optimizer]()
         partition = layers.partition()
-        advise_on_norms_without_statistics(self._module, self.config.microbatch_count)
-        if trainer.state.fn == TrainerFn.FITTING:
+        trains = trainer.state.fn == TrainerFn.FITTING
+        if trains:
             self._configure_optimizers(trainer)
-            advise_on_batch_norm(self._module, self.config.microbatch_count)
             if self._tensors is not None:
                 advise_on_dropout(self._module)
             # Only in a fit: optimizers of an earlier one may belong to another module.
             optimizers = self.optimizers
+        advise_on_norms(self._module, self.config.microbatch_count, trains)
         self._log_start(partition, trainer)
         experts = None
         if self._groups.experts is not None:

@@ -114,42 +114,27 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
             )
 
 
-def advise_on_batch_norm(module: nn.Module, microbatches: int) -> None:
-    """Warn of training norms with running statistics in micro-batches, if the module has any."""
-    _say_normalized(
-        {
-            name: part
-            for name, part in module.named_modules()
-            if isinstance(part, nn.modules.batchnorm._NormBase) and part.track_running_stats
-        },
-        microbatches,
-        "updates its running statistics by each of them, as with gradient accumulation",
-    )
-
-
-def advise_on_norms_without_statistics(module: nn.Module, microbatches: int) -> None:
-    """Warn that norms without running statistics normalize micro-batches in every kind of step."""
-    _say_normalized(
-        {
-            name: part
-            for name, part in module.named_modules()
-            if isinstance(part, Norm) and part.running_mean is None
-        },
-        microbatches,
-        "does so in evaluation, too",
-    )
-
-
-def _say_normalized(norms: Mapping[str, nn.Module], microbatches: int, more: str) -> None:
-    """Say that norms use the statistics of a micro-batch, and what ``more`` they do."""
-    if norms and microbatches > 1:
-        name, part = next(iter(norms.items()))
-        others = f", like {len(norms) - 1} more," if len(norms) > 1 else ""
-        rank_zero_info(
-            f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
-            f"micro-batch, and {more}: expect other losses than on one process. With "
-            "microbatches=1 they are those of the batch."
-        )
+def advise_on_norms(module: nn.Module, microbatches: int, trains: bool) -> None:
+    """Say which norms use the statistics of a micro-batch: in training, and in every step."""
+    if microbatches == 1:
+        return
+    norms = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+    ]
+    without = [each for each in norms if isinstance(each[1], Norm) and each[1].running_mean is None]
+    updated = [each for each in norms if trains and each[1].track_running_stats]
+    by_each = "updates its running statistics by each of them, as with gradient accumulation"
+    for found, more in ((without, "does so in evaluation, too"), (updated, by_each)):
+        if found:
+            name, part = found[0]
+            others = f", like {len(found) - 1} more," if len(found) > 1 else ""
+            rank_zero_info(
+                f"{name!r} ({type(part).__name__}){others} normalizes by the statistics of a "
+                f"micro-batch, and {more}: expect other losses than on one process. With "
+                "microbatches=1 they are those of the batch."
+            )
 
 
 def advise_on_dropout(module: nn.Module) -> None:
