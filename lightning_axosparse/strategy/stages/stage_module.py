@@ -52,7 +52,6 @@ class StageModule:
         partition: the layers of each stage.
         sharding: the stages that store each tensor.
         tensors: the weights that a tensor group splits; None without tensor parallelism.
-        experts: the experts that are spread over ranks; None without expert parallelism.
         parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
         recompute: the activation checkpointing; None without.
@@ -72,9 +71,9 @@ class StageModule:
         experts: SpreadExperts | None = None,
     ) -> None:
         self.module, self.stages, self.device = module, stages, device
-        self.tensors, self.experts = tensors, experts
-        divisions: tuple[Division | None, ...] = tensors, experts
-        self.weight_parts = WeightParts(module, [each for each in divisions if each is not None])
+        self.tensors = tensors
+        divisions: list[Division] = [each for each in (tensors, experts) if each is not None]
+        self.weight_parts = WeightParts(module, divisions)
         self.partition = partition
         self.groups, self.grid = groups, groups.grid
         self.sharding = Sharding(module, partition.names, partition.parts, device)
