@@ -63,7 +63,7 @@ class BatchFingerprint(NamedTuple):
 
 
 class LossBackward(Protocol):
-    """Differentiates the losses of a batch: ``strategy.step.batch_gradients.BatchGradients``."""
+    """Differentiates the losses of a batch: ``strategy.step.train_step.BatchGradients``."""
 
     def differentiate(self, loss: Tensor) -> None:
         """Differentiate the loss of the batch, or the weighted loss of a micro-batch."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_axosparse.distributed.gradient_reducer import GradientReducer
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
@@ -30,6 +32,8 @@ from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
     gradients_are_seen,
+    scale_loss,
+    starts_accumulation,
     tolerance_of,
 )
 from lightning_axosparse.strategy.compat.loaders import broadcast_seed, source
@@ -37,7 +41,6 @@ from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.compat.logging import LogCall, with_loss
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
-from lightning_axosparse.strategy.step.batch_gradients import BatchGradients
 from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.effects import Changed
 from lightning_axosparse.strategy.step.learning import LoaderSteps, StepLearner
@@ -66,6 +69,66 @@ class StepResult:
     rerun: Rerun | None = None
 
 
+@dataclass(frozen=True)
+class BatchGradients:
+    """Computes the gradients of one batch, calls the user's hooks, and averages over replicas.
+
+    Attributes:
+        module: the user's module.
+        precision: scales the loss.
+        reducer: all-reduces gradients over the replicas; None: they stay local.
+        stashed: the gradients of earlier batches.
+        hooks: the user's gradient hooks.
+        share: the weight of this replica's loss, if replicas train on parts of one batch.
+    """
+
+    module: pl.LightningModule
+    precision: Precision
+    reducer: GradientReducer | None
+    stashed: StashedGradients
+    hooks: GradientHooks
+    share: float
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Differentiate the weighted loss of a micro-batch as Lightning would."""
+        loss = loss / self.module.trainer.accumulate_grad_batches
+        loss = loss if self.share == 1 else loss * self.share
+        self.module.backward(scale_loss(self.precision, loss))
+
+    def begin_last(self, deferred: Collection[nn.Parameter] = ()) -> None:
+        """From now on, all-reduce gradients as soon as they are final.
+
+        Args:
+            deferred: parameters whose gradients are final only after :meth:`mark_final`.
+        """
+        if self.reducer is not None:
+            self.reducer.prepare(self._earlier, {*deferred, *self.hooks.parameters})
+
+    @property
+    def _earlier(self) -> MutableMapping[nn.Parameter, Tensor | None] | None:
+        """The gradients of earlier batches, unless `zero_grad` is going to clear them."""
+        return None if starts_accumulation(self.module.trainer) else self.stashed.earlier
+
+    def mark_final(self, parameter: nn.Parameter) -> None:
+        """Include the final gradient of a deferred parameter in the all-reduce."""
+        if self.reducer is not None and parameter not in self.hooks.parameters:
+            self.reducer.mark_final(parameter)
+
+    def call_hooks(self, sharing: dict[nn.Parameter, Any]) -> None:
+        """Call the user's hooks with the gradients of the batch.
+
+        Args:
+            sharing: the parameters with hooks, and the ranks that have each a part of the gradient.
+        """
+        for parameter, group in reversed(sharing.items()):  # about the order of backward passes
+            self.hooks.call(parameter, self._earlier or {}, group)
+
+    def finish(self, waits: bool) -> None:
+        """All-reduce the other gradients."""
+        if self.reducer is not None:
+            self.reducer.finish(waits)
+
+
 class StepRunner:
     """Runs the steps of a module whose layers are partitioned into stages.
 
@@ -81,8 +144,7 @@ class StepRunner:
         steps_in_parts: bool,
         stage_module: StageModule,
     ) -> None:
-        module, device = stage_module.module, stage_module.device
-        trainer = module.trainer
+        module, trainer = stage_module.module, stage_module.module.trainer
         fewest = fewest_samples(module) if config.microbatches is None else 1
         self._trainer, self._precision, self._free = trainer, precision, free
         self._in_flight = config.in_flight
@@ -91,27 +153,23 @@ class StepRunner:
         self.microbatch_count = config.microbatch_count
         """Wanted number of micro-batches in a batch."""
         self._splitter = BatchSplitter(trainer, self.microbatch_count, config.split_batch, fewest)
-        tolerance = tolerance_of(precision, device)
-        self._learner = StepLearner(trainer, config.reduction, free, tolerance)
-        self._known: defaultdict[tuple[object, int], LoaderSteps] = defaultdict(LoaderSteps)
+        self._tolerance = tolerance_of(precision, stage_module.device)
+        self._learner = StepLearner(trainer, config.reduction, free, self._tolerance)
         self._stashed = StashedGradients(trainer)
         self._waits = not steps_in_parts or gradients_are_seen(trainer)
-        self._tolerance = tolerance
-        _agree_on_seed(stage_module)
         self._compares_times = config.balance == "parameters"
-        self._open = self._opened(stage_module)
+        self.open(stage_module)
 
     def open(self, stage_module: StageModule) -> None:
         """Run the next steps on another grid of ranks; to be called after :meth:`close`."""
-        _agree_on_seed(stage_module)
-        self._known.clear()
-        self._open = self._opened(stage_module)
-
-    def _opened(self, stage_module: StageModule) -> OpenPipeline:
+        # All ranks whose loaders return the same batches draw the same.
+        grid, groups = stage_module.grid, stage_module.groups
+        broadcast_seed(groups.same_loader, grid.same_batch_ranks[0])
+        self._known: defaultdict[tuple[object, int], LoaderSteps] = defaultdict(LoaderSteps)
         # On a GPU, the clock measures only the launches of passes.
         is_timed = self._compares_times and stage_module.device.type == "cpu"
-        self._times = StageTimes(stage_module.groups.inter if is_timed else None)
-        return OpenPipeline(
+        self._times = StageTimes(groups.inter if is_timed else None)
+        self._open = OpenPipeline(
             stage_module,
             self._new_limit(stage_module),
             self._schedule,
@@ -202,8 +260,8 @@ class StepRunner:
             stage_module.shared.step_reducer,
             self._stashed,
             hooks,
+            share,
         )
-        gradients.share = share
         reduction = self._reduction if len(step.microbatches) > 1 else None
         if known.has_other_effects and not run.pipeline.is_divided:
             reduction = None  # Without layers, there is no end of the step to run on the batch.
@@ -355,9 +413,3 @@ def _loss_alone(output: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, float | int) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _agree_on_seed(stage_module: StageModule) -> None:
-    """Broadcast one random state to all ranks whose loaders return the same batches."""
-    groups, grid = stage_module.groups, stage_module.grid
-    broadcast_seed(groups.same_loader, grid.same_batch_ranks[0])
