@@ -117,12 +117,6 @@ def has_hook(trainer: Trainer, hook: str) -> bool:
     return any(overrides(each, hook) for each in (trainer.lightning_module, *users))
 
 
-def outputs_are_read(trainer: Trainer, step: str) -> bool:
-    """Whether Lightning passes the output of this step on, besides its loss."""
-    loop = {"training_step": "train"}.get(step, step.removesuffix("_step"))
-    return trainer.predicting or has_hook(trainer, f"on_{loop}_batch_end")
-
-
 def move_module(module: LightningModule, device: torch.device) -> None:
     """Move every tensor, except those on the meta device, which stand for other stages' tensors.
 

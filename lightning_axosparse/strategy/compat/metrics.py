@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -113,19 +113,14 @@ class PipelinedMetrics:
         """Let metrics compute without other stages inside the context."""
         return patched(self, "_mode", _COUNTED)
 
-    @contextmanager
-    def skipped(self, reads: bool = False) -> Iterator[None]:
+    def skipped(self, reads: bool = False) -> AbstractContextManager[None]:
         """Leave metrics unchanged inside the context, where their values are NaN.
 
         Args:
             reads: whether to read the tensors that are passed to metrics.
         """
-        before, self.touched = self._mode, False
-        self._mode = _READ if reads else _SKIPPED
-        try:
-            yield
-        finally:
-            self._mode = before
+        self.touched = False
+        return patched(self, "_mode", _READ if reads else _SKIPPED)
 
     def _metrics(self) -> Iterator[Any]:
         kinds = Metric, MetricCollection

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.state.module_state import AttributePath, How, ModuleState, write
 from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
-from lightning_axosparse.strategy.compat.internals import outputs_are_read
+from lightning_axosparse.strategy.compat.internals import has_hook
 from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
@@ -84,18 +84,13 @@ class StepEffects:
         """The ids of the objects that code outside the layers may change."""
         return self._state.reached
 
-    @contextmanager
-    def discarded(self) -> Iterator[None]:
+    def discarded(self) -> AbstractContextManager[Any]:
         """Undo all effects of the run inside the context."""
-        with self._rewound(), self.log.ignored(), self._metrics.skipped(), self._silenced():
-            yield
+        return self._undone(self.log.ignored())
 
-    @contextmanager
-    def read(self) -> Iterator[None]:
+    def read(self) -> AbstractContextManager[Any]:
         """Undo all effects, but read the values that are logged or given to metrics."""
-        with self._rewound(), self._silenced(), self.log.recorded():
-            with self._metrics.skipped(reads=True):
-                yield
+        return self._undone(self.log.recorded(), reads=True)
 
     @contextmanager
     def counted(self) -> Iterator[None]:
@@ -116,9 +111,8 @@ class StepEffects:
     def of_part(self) -> Iterator[None]:
         """Record the log calls of a run on a micro-batch, and undo its other effects."""
         self._has_other_effects = False
-        with self._rewound(), self._metrics.skipped(), self._silenced() as written:
-            with self.log.recorded():
-                yield
+        with self._undone(self.log.recorded()) as written:
+            yield
         self._has_other_effects |= bool(written or self.log.prints) or self._metrics.touched
         self.part_calls.append(self.log.calls)
 
@@ -130,15 +124,24 @@ class StepEffects:
             loss: the loss in it.
         """
         returns = isinstance(output, Mapping) and len(output) > 1
-        returns = returns and outputs_are_read(self._module.trainer, "training_step")
+        returns = returns and has_hook(self._module.trainer, "on_train_batch_end")
         is_more = self._has_other_effects or returns or not self.log.logs_only(loss)
         return not is_more and alike(self.part_calls[0], self.part_calls[-1])
 
     @contextmanager
-    def _rewound(self) -> Iterator[None]:
-        """Undo the changes of a run to the module, outside the layers."""
+    def _undone(self, log: AbstractContextManager[None], reads: bool = False) -> Iterator[Any]:
+        """Undo the changes of a run to the module outside the layers, and its other effects.
+
+        Args:
+            log: the context for log calls and prints.
+            reads: whether to read the values that are given to metrics.
+
+        Yields:
+            The names with which the run wants to write to loggers.
+        """
         try:
-            yield
+            with log, self._metrics.skipped(reads), self._silenced() as written:
+                yield written
         finally:
             self._has_other_effects |= self._state.rewind()
 
