@@ -68,6 +68,11 @@ class Source:
     combine: Callable[[Sequence[Any]], Any]
 
     @property
+    def key(self) -> tuple[object, int]:
+        """The loop and the index of the loader, which tell the run's loaders apart."""
+        return self.loop, self.index
+
+    @property
     def batch_size(self) -> int | None:
         """Number of samples in a full batch, if all loaders have the same; else None."""
         sizes = {_batch_size(loader) for loader in self.loaders}

@@ -32,7 +32,7 @@ from lightning_axosparse.pipeline.microbatch import (
     samples,
     split,
 )
-from lightning_axosparse.strategy.compat import loaders
+from lightning_axosparse.strategy.compat.loaders import Source, collates_as_usual
 from lightning_axosparse.support.arguments import short_repr
 from lightning_axosparse.support.troubleshooting import see
 
@@ -63,12 +63,12 @@ class BatchSplitter:
         self._microbatches, self._fewest_samples = microbatches, fewest_samples
         self._known: dict[tuple[object, int], _LoaderBatches] = {}
 
-    def own_part(self, batch: Any, rest: Sequence[Any], grid: Grid) -> tuple[Any, float]:
+    def own_part(self, batch: Any, origin: Source, grid: Grid) -> tuple[Any, float]:
         """Return this replica's part of a batch, if several replicas get the same batch.
 
         Args:
             batch: the batch of the loader.
-            rest: the other arguments of the step.
+            origin: the source of the batch.
             grid: the grid of ranks.
 
         Returns:
@@ -79,7 +79,7 @@ class BatchSplitter:
         replicas, index = grid.replicas_per_batch, grid.part_of_batch
         if replicas == 1:
             return batch, 1.0
-        layout, count = self._loader(rest).layout(batch, replicas)
+        layout, count = self._loader(origin).layout(batch, replicas)
         if not layout.dims:
             return batch, 1.0
         first, end = count * index // replicas, count * (index + 1) // replicas
@@ -88,20 +88,19 @@ class BatchSplitter:
         return layout.cut(batch, first, end), (end - first) * replicas / count
 
     def microbatches_of(
-        self, batch: Any, rest: Sequence[Any], groups: ProcessGroups
+        self, batch: Any, origin: Source, groups: ProcessGroups
     ) -> list[MicroBatch]:
         """Split a training batch into the wanted number of micro-batches, if it is large enough.
 
         Other batches are split into equal micro-batches, about as many as wanted. Replicas that
-        share experts get equally many; collective over these. ``rest`` are the other arguments of
-        the step.
+        share experts get equally many; collective over these.
         """
         wanted = self._microbatches
         if wanted == 1:
             return [MicroBatch(batch, samples(batch))]
         if self._split_batch is not None:
             return counted(self._equally_many_parts(batch, wanted, groups), batch)
-        layout, count = self._loader(rest).layout(batch, wanted)
+        layout, count = self._loader(origin).layout(batch, wanted)
         counts, fewest = all_gather(count, groups.experts), self._fewest_samples
         if self._trainer.training:
             parts = min(wanted, max(1, min(counts) // fewest))
@@ -137,7 +136,7 @@ class BatchSplitter:
         return parts
 
     @contextmanager
-    def explained(self, rest: Sequence[Any], batch: Any) -> Iterator[None]:
+    def explained(self, origin: Source, batch: Any) -> Iterator[None]:
         """Explain an error inside the context by how the batch was split.
 
         Raises:
@@ -147,7 +146,7 @@ class BatchSplitter:
         try:
             yield
         except (RuntimeError, IndexError, ValueError) as error:
-            cut = self._loader(rest).inferred_shapes(batch)
+            cut = self._loader(origin).inferred_shapes(batch)
             if not cut or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise MisconfigurationException(
@@ -157,15 +156,13 @@ class BatchSplitter:
                 f"not (an adjacency matrix, class weights, a table): {ASK}" + see("batches")
             ) from error
 
-    def _loader(self, rest: Sequence[Any]) -> _LoaderBatches:
-        """Return the record of the loader that the running loop uses."""
-        origin = loaders.source(self._trainer, rest)
-        key = origin.loop, origin.index
-        known = self._known.get(key)
+    def _loader(self, origin: Source) -> _LoaderBatches:
+        """Return the record of a loader."""
+        known = self._known.get(origin.key)
         if known is None or [*map(id, known.loaders)] != [*map(id, origin.loaders)]:
-            is_usual = loaders.collates_as_usual(self._trainer, origin)
+            is_usual = collates_as_usual(self._trainer, origin)
             known = _LoaderBatches(origin.name, origin.loaders, is_usual, origin.batch_size)
-            self._known[key] = known
+            self._known[origin.key] = known
         return known
 
 

@@ -219,8 +219,9 @@ class StepRunner:
         """
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
-            batch, share = self._splitter.own_part(batch, args, stage_module.grid)
-            microbatches = self._splitter.microbatches_of(batch, args, stage_module.groups)
+            origin = source(self._trainer, args)
+            batch, share = self._splitter.own_part(batch, origin, stage_module.grid)
+            microbatches = self._splitter.microbatches_of(batch, origin, stage_module.groups)
             step = Batch(
                 step=user_step,
                 args=args,
@@ -233,10 +234,10 @@ class StepRunner:
                 fingerprint=self._fingerprint(batch),
                 effects=run.effects,
             )
-            known = self._loader_steps(step)
+            known = self._known[origin.key]
             trained = partial(self._trained, share=share)
             pass_through = trained if self._trainer.training else self._evaluated
-            with run.rng.batch(), self._splitter.explained(args, batch):
+            with run.rng.batch(), self._splitter.explained(origin, batch):
                 run.effects.begin_batch()
                 self._learner.begin_batch(run, known, step)
                 result = pass_through(known, step)
@@ -244,10 +245,6 @@ class StepRunner:
                     self._learner.run_again(run, known, result.rerun)
                     result = pass_through(known, step)
                 return self._applied(result)
-
-    def _loader_steps(self, step: Batch) -> LoaderSteps:
-        origin = source(self._trainer, step.args)
-        return self._known[origin.loop, origin.index]
 
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:
         """Train on a batch; return the results of the step, on all ranks of the replica."""
