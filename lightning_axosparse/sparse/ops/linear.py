@@ -139,10 +139,9 @@ def multiply_layer(
     if operands is None:
         return None
     inputs, bias, _ = operands
-    product = _ValuesProduct(layout, form, by_rows)
     if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
-        return product.forward(inputs, values, bias)
-    output: Tensor = _LayerProduct.apply(inputs, values, bias, product)  # type: ignore[no-untyped-call]
+        return multiply(inputs, values, layout, form.copy, form.backend, by_rows, bias)
+    output: Tensor = _LayerProduct.apply(inputs, values, bias, layout, form, by_rows)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -157,50 +156,6 @@ def rows_are_outputs(dense_class: type[nn.Module]) -> bool | None:
     """
     forward = dense_class.forward
     return _ROWS_ARE_OUTPUTS.get((forward.__module__, forward.__qualname__))
-
-
-class _ValuesProduct(NamedTuple):
-    """The product of the first path, and its gradients.
-
-    Attributes:
-        layout: the layout of the weight.
-        form: its dense form.
-        by_rows: whether its rows, or its columns, give the outputs.
-    """
-
-    layout: Layout
-    form: DenseForm
-    by_rows: bool
-
-    def forward(self, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply by the unpruned values, and add the bias."""
-        form = self.form
-        return multiply(x, values, self.layout, form.copy, form.backend, self.by_rows, bias)
-
-    def input_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
-        """Compute the gradient of the inputs from that of the output.
-
-        It is a differentiable function of its operands where gradients are recorded.
-        """
-        if not backward_transformed(gradient):
-            form = self.form
-            return multiply(
-                gradient, values, self.layout, form.copy, form.backend, not self.by_rows
-            )
-        weight = sparse_weight(values, self.layout, DenseForm(x.dtype, backend=self.form.backend))
-        weight = weight.view(self.layout.shape[0], -1)
-        factor = weight.t() if self.by_rows else weight
-        for_inputs = linear(gradient, factor)
-        if for_inputs is NotImplemented:
-            for_inputs = F.linear(gradient, factor)
-        return cast(Tensor, for_inputs)
-
-    def values_gradient(self, gradient: Tensor, x: Tensor, values: Tensor) -> Tensor:
-        """Compute the gradient of the unpruned values, in the same way."""
-        left, right = outer_factors(x, gradient, self.by_rows)
-        if not backward_transformed(gradient):
-            return sddmm(left, right, self.layout, self.form.backend, values.dtype)
-        return reference.gather(left.t() @ right, self.layout.positions()).to(values.dtype)
 
 
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
@@ -240,25 +195,52 @@ class _LayerProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, values: Tensor, bias: Tensor | None, product: _ValuesProduct
+        ctx: Any,
+        inputs: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        layout: Layout,
+        form: DenseForm,
+        by_rows: bool,
     ) -> Tensor:
         ctx.save_for_backward(inputs)
         # Not saved as activations are, which may be offloaded: the parameter stays anyway.
-        ctx.values, ctx.version, ctx.product = values, version_of(values), product
-        return product.forward(inputs, values, bias)
+        ctx.values, ctx.version = values, version_of(values)
+        ctx.layout, ctx.form, ctx.by_rows = layout, form, by_rows
+        return multiply(inputs, values, layout, form.copy, form.backend, by_rows, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (inputs,), values, product = ctx.saved_tensors, ctx.values, ctx.product
-        check_unchanged(values, ctx.version, product.layout)
+        (inputs,) = ctx.saved_tensors
+        check_unchanged(ctx.values, ctx.version, ctx.layout)
         for_inputs = for_values = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_inputs = product.input_gradient(gradient, inputs, values)
+            for_inputs = _input_gradient(ctx, gradient, inputs.dtype)
         if ctx.needs_input_grad[1]:
-            for_values = product.values_gradient(gradient, inputs, values)
+            for_values = _values_gradient(ctx, inputs, gradient)
         if ctx.needs_input_grad[2]:
             for_bias = _flat(gradient).sum(0)
-        return for_inputs, for_values, for_bias, None
+        return for_inputs, for_values, for_bias, None, None, None
+
+
+def _input_gradient(ctx: Any, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the inputs' gradient: differentiable where gradients are recorded."""
+    values, layout, form = ctx.values, ctx.layout, ctx.form
+    if not backward_transformed(gradient):
+        return multiply(gradient, values, layout, form.copy, form.backend, not ctx.by_rows)
+    weight = sparse_weight(values, layout, DenseForm(dtype, backend=form.backend))
+    weight = weight.view(layout.shape[0], -1)
+    factor = weight.t() if ctx.by_rows else weight
+    for_inputs = linear(gradient, factor)
+    return F.linear(gradient, factor) if for_inputs is NotImplemented else cast(Tensor, for_inputs)
+
+
+def _values_gradient(ctx: Any, inputs: Tensor, gradient: Tensor) -> Tensor:
+    """Return the gradient of the unpruned values, in the same way."""
+    left, right = outer_factors(inputs, gradient, ctx.by_rows)
+    if not backward_transformed(gradient):
+        return sddmm(left, right, ctx.layout, ctx.form.backend, ctx.values.dtype)
+    return reference.gather(left.t() @ right, ctx.layout.positions()).to(ctx.values.dtype)
 
 
 class _WeightProduct(torch.autograd.Function):
