@@ -86,26 +86,6 @@ class ReductionGroup:
     parameters: Sequence[nn.Parameter]
 
 
-@dataclass(frozen=True)
-class _Accumulation:
-    """Computes the gradient of a step from those of its batches.
-
-    Attributes:
-        divisor: number by which the sum over ranks is divided.
-        earlier: gradients of earlier batches that are still to be added.
-    """
-
-    divisor: int
-    earlier: MutableMapping[nn.Parameter, Tensor | None] = field(default_factory=dict)
-
-    def total(self, parameter: nn.Parameter) -> Tensor | None:
-        gradient, earlier = parameter.grad, self.earlier.get(parameter)
-        if earlier is None:
-            return gradient
-        self.earlier[parameter] = None
-        return earlier if gradient is None else earlier + gradient
-
-
 @dataclass(eq=False)
 class _Bucket:
     group: dist.ProcessGroup
@@ -120,51 +100,6 @@ class _Bucket:
     def sizes(self) -> list[int]:
         """Number of elements of each parameter."""
         return [parameter.numel() for parameter in self.parameters]
-
-    def pack_and_start(
-        self, accumulation: _Accumulation, pool: BlockPool, part: Part | None, min_size: int
-    ) -> int:
-        """Copy the gradients into one flat tensor, start to reduce it, and return their bytes.
-
-        Args:
-            accumulation: computes the gradients.
-            pool: allocates memory.
-            part: selects this rank's part of each gradient; None for all of it.
-            min_size: least number of elements to allocate for the flat tensor.
-        """
-        first, sizes = self.parameters[0], self.sizes
-        size = sum(sizes) + len(sizes)
-        flat = pool.empty((max(size, min_size),), first.dtype, first.device)[:size]
-        *pieces, used = flat.split([*sizes, len(sizes)])
-        has_gradient = []
-        for parameter, piece in zip(self.parameters, pieces, strict=True):
-            gradient = accumulation.total(parameter)
-            has_gradient.append(gradient is not None)
-            if gradient is None:
-                piece.zero_()
-            else:
-                if gradient.is_sparse:
-                    gradient = gradient.to_dense()
-                    self.sparse.add(parameter)
-                torch.div(gradient.reshape(-1), accumulation.divisor, out=piece)
-        used.copy_(torch.tensor(has_gradient))
-        if part is None:
-            self.used, reduced = used, pieces
-            self.work = dist.all_reduce(flat, group=self.group, async_op=True)
-        else:
-            parts = [part(p, piece) for p, piece in zip(self.parameters, pieces, strict=True)]
-            parts.append(used)
-            lengths = [each.numel() for each in parts]
-            own = pool.empty((sum(lengths),), first.dtype, first.device)
-            *reduced, self.used = own.split(lengths)
-            self.work = cast("MPIProcessGroup", self.group).reduce_parts(
-                [*reduced, self.used], parts, flat
-            )
-        for parameter, piece in zip(self.parameters, reduced, strict=True):
-            is_full = piece.numel() == parameter.numel()
-            shape = parameter.shape
-            parameter.grad = piece.view(shape) if is_full else DividedGradient(piece, shape)
-        return self.nbytes
 
     def await_reduced(self) -> None:
         """Wait for the reduction; parameters that no rank has used get None, as on one process."""
@@ -199,8 +134,8 @@ class GradientReducer:
         """Bytes of gradients that were all-reduced in the last step."""
         self.parameters = {parameter for group in groups for parameter in group.parameters}
         """The parameters of this rank that other ranks have, too."""
-        self._groups = groups
-        self._accumulation = _Accumulation(divisor)
+        self._groups, self._divisor = groups, divisor
+        self._earlier: MutableMapping[nn.Parameter, Tensor | None] = {}
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -227,9 +162,7 @@ class GradientReducer:
             deferred: parameters whose gradients are final only after :meth:`mark_final`.
         """
         self.reduced_bytes, self._deferred = 0, deferred
-        earlier = {} if earlier is None else earlier
-        divisor = self._accumulation.divisor
-        self._accumulation = _Accumulation(divisor, earlier)
+        self._earlier = {} if earlier is None else earlier
         self._buckets = [bucket for group in self._groups for bucket in _buckets(group)]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         sizes = [bucket.sizes for bucket in self._buckets]
@@ -282,15 +215,57 @@ class GradientReducer:
         self._start(ready)
 
     def _start(self, buckets: Sequence[_Bucket]) -> None:
-        # Equally large blocks, so that the next bucket can use the block of any that is done.
-        min_size = 0 if self.part is None else self._longest
         self._buckets = [bucket for bucket in self._buckets if bucket not in buckets]
         for bucket in buckets:
-            self.reduced_bytes += bucket.pack_and_start(
-                self._accumulation, self._pool, self.part, min_size
-            )
+            self.reduced_bytes += bucket.nbytes
+            self._pack_and_start(bucket)
             if self.part is not None:
                 self._free_reduced()
+
+    def _pack_and_start(self, bucket: _Bucket) -> None:
+        """Copy the gradients of a bucket into one flat tensor, and start to reduce it."""
+        first, sizes, part = bucket.parameters[0], bucket.sizes, self.part
+        size = sum(sizes) + len(sizes)
+        # Equally large blocks, so that the next bucket can use the block of any that is done.
+        room = size if part is None else max(size, self._longest)
+        flat = self._pool.empty((room,), first.dtype, first.device)[:size]
+        *pieces, used = flat.split([*sizes, len(sizes)])
+        has_gradient = []
+        for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+            gradient = self._total(parameter)
+            has_gradient.append(gradient is not None)
+            if gradient is None:
+                piece.zero_()
+            else:
+                if gradient.is_sparse:
+                    gradient = gradient.to_dense()
+                    bucket.sparse.add(parameter)
+                torch.div(gradient.reshape(-1), self._divisor, out=piece)
+        used.copy_(torch.tensor(has_gradient))
+        if part is None:
+            bucket.used, reduced = used, pieces
+            bucket.work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+        else:
+            parts = [part(p, piece) for p, piece in zip(bucket.parameters, pieces, strict=True)]
+            parts.append(used)
+            lengths = [each.numel() for each in parts]
+            own = self._pool.empty((sum(lengths),), first.dtype, first.device)
+            *reduced, bucket.used = own.split(lengths)
+            bucket.work = cast("MPIProcessGroup", bucket.group).reduce_parts(
+                [*reduced, bucket.used], parts, flat
+            )
+        for parameter, piece in zip(bucket.parameters, reduced, strict=True):
+            is_full = piece.numel() == parameter.numel()
+            shape = parameter.shape
+            parameter.grad = piece.view(shape) if is_full else DividedGradient(piece, shape)
+
+    def _total(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return a parameter's gradient, with that of earlier batches added."""
+        gradient, earlier = parameter.grad, self._earlier.get(parameter)
+        if earlier is None:
+            return gradient
+        self._earlier[parameter] = None
+        return earlier if gradient is None else earlier + gradient
 
     def _free_reduced(self) -> None:
         """Free the memory of buckets whose all-reduce is done."""
