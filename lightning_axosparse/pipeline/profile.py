@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.support.torch_internals import (
-    OperatorMode,
+    PausableOperatorMode,
     storage_id,
     tree_leaves,
 )
@@ -54,7 +54,7 @@ def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: new.peak
 
 
-class _NewStorages(OperatorMode):
+class _NewStorages(PausableOperatorMode):
     """Records the storages that operators allocate inside the context."""
 
     def __init__(self) -> None:

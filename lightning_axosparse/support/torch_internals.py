@@ -81,33 +81,6 @@ def tree_map_only(wanted: Any, function: Callable[[Any], Any], tree: Any) -> Any
     return function(tree) if isinstance(tree, wanted) else tree
 
 
-class OperatorMode(TorchDispatchMode):
-    """Observes the operators that run, also inside higher-order operators."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        return self.observe(func, args, kwargs or {})
-
-    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator; subclasses override this."""
-        return func(*args, **kwargs)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """True, as otherwise torch.compile would never compile code that first runs in the mode."""
-        return True
-
-
 def never_compiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a function that torch.compile does not compile, nor the functions that it calls."""
     uncompiled: Callable[_P, _R] = torch.compiler.disable(function)
@@ -399,9 +372,7 @@ def writes_unreturned(operator: Any) -> bool:
     return bool(written) and not any(result.alias_info for result in schema.returns)
 
 
-class PausableMode(TorchFunctionMode):
-    """A mode that observes the torch functions of a step, except while it is paused."""
-
+class _Pausable:
     may_leave = True
     """Whether the mode is left while it is paused, if it is the innermost one."""
     _is_paused = False
@@ -413,12 +384,20 @@ class PausableMode(TorchFunctionMode):
         """Called when a pause ends."""
 
 
-class PausableOperatorMode(OperatorMode):
-    """A mode that observes the operators of a step, except while it is paused."""
+class PausableMode(_Pausable, TorchFunctionMode):
+    """A mode that observes the torch functions of a step, except while it is paused."""
 
-    may_leave = True
-    """Whether the mode is left while it is paused, if it is the innermost one."""
-    _is_paused = False
+
+class PausableOperatorMode(_Pausable, TorchDispatchMode):
+    """A mode that observes the operators that run, except while it is paused.
+
+    It observes operators inside higher-order operators, too.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
@@ -431,11 +410,14 @@ class PausableOperatorMode(OperatorMode):
             return func(*args, **(kwargs or {}))
         return self.observe(func, args, kwargs or {})
 
-    def pause(self) -> None:
-        """Called when a pause begins."""
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run an operator; subclasses override this."""
+        return func(*args, **kwargs)
 
-    def resume(self) -> None:
-        """Called when a pause ends."""
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True, as otherwise torch.compile would never compile code that first runs in the mode."""
+        return True
 
 
 class paused:
