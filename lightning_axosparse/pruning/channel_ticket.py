@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_axosparse.pruning.channels import (
-    BATCH_NORMS,
-    WEIGHTED,
+    PLACES,
     Channels,
     Segment,
     find_channels,
@@ -41,30 +40,24 @@ from lightning_axosparse.support.arguments import (
 from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.troubleshooting import see
 
-_PER_CHANNEL = ("weight", "bias", "running_mean", "running_var")
-
 
 def prune_inputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]) -> None:
     """Remove inputs of a weighted layer, which may be on the meta device, with optimizer state.
 
     ``mask`` is a bool tensor, False for each input to remove.
     """
-    places = WEIGHTED[type(layer)]
+    places = PLACES[type(layer)]
     _prune_tensor(layer, "weight", places.input_dimension, mask, optimizers)
     setattr(layer, places.inputs, int(mask.sum()))
 
 
 def prune_outputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]) -> None:
     """Remove outputs of a weighted layer, or channels of a BatchNorm, in the same way."""
-    if type(layer) in BATCH_NORMS:
-        for name in _PER_CHANNEL:
-            _prune_tensor(layer, name, 0, mask, optimizers)
-        layer.num_features = int(mask.sum())  # type: ignore[assignment]
-    else:
-        places = WEIGHTED[type(layer)]
-        _prune_tensor(layer, "weight", places.output_dimension, mask, optimizers)
-        _prune_tensor(layer, "bias", 0, mask, optimizers)
-        setattr(layer, places.outputs, int(mask.sum()))
+    places = PLACES[type(layer)]
+    _prune_tensor(layer, "weight", places.output_dimension, mask, optimizers)
+    for name in ("bias", "running_mean", "running_var"):
+        _prune_tensor(layer, name, 0, mask, optimizers)
+    setattr(layer, places.outputs, int(mask.sum()))
 
 
 def validate_channelwise_optimizer(optimizer: Optimizer) -> None:
@@ -81,7 +74,7 @@ def _prune_tensor(
     layer: nn.Module, name: str, dimension: int, mask: Tensor, optimizers: Iterable[Optimizer]
 ) -> None:
     """Remove slices of a parameter or buffer, if there is one, which stays the same object."""
-    tensor: Tensor | None = getattr(layer, name)
+    tensor: Tensor | None = getattr(layer, name, None)
     if tensor is None:
         return
     shape, index = tensor.shape, mask.nonzero()[:, 0]
@@ -98,6 +91,8 @@ def _prune_tensor(
             optimizer.state[tensor][key] = prune(value)
     set_values(tensor, prune(tensor.detach()), prune(tensor.grad))
 
+
+_Prune = Callable[[nn.Module, Tensor, Iterable[Optimizer]], None]
 
 RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
 """A fraction to prune: some, and not all."""
@@ -195,15 +190,13 @@ class ChannelTicket(TicketFile):
             ValueError: if the module has other layers, or optimizer state is not elementwise;
                 nothing has changed then.
         """
-        outputs, inputs = self._pending(module)
+        pending = self._pending(module)
         for entry in owned_parameters(module):
             for optimizer in optimizers:
                 state = optimizer.state.get(entry.parameter, {})
                 validate_state(entry.names[0], state, entry.parameter.shape)
-        for name, mask in outputs.items():
-            prune_outputs(module.get_submodule(name), mask, optimizers)
-        for name, mask in inputs.items():
-            prune_inputs(module.get_submodule(name), mask, optimizers)
+        for prune, layer, mask in pending:
+            prune(layer, mask, optimizers)
         renew_reducers(module)
         release_freed_memory()
 
@@ -219,19 +212,19 @@ class ChannelTicket(TicketFile):
         """Return, for each BatchNorm, its channels before and after."""
         return {name: (mask.numel(), int(mask.sum())) for name, mask in self.masks.items()}
 
-    def _pending(self, module: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Return the masks of the outputs and of the inputs of layers that are not pruned yet."""
+    def _pending(self, module: nn.Module) -> list[tuple[_Prune, nn.Module, Tensor]]:
+        """Return what prunes a layer, the layer and the mask, for each that is not pruned yet."""
         layers = dict(module.named_modules())
-
-        def pending(
-            masks: dict[str, Tensor], size: Callable[[nn.Module], int]
-        ) -> dict[str, Tensor]:
-            return {
-                name: mask for name, mask in masks.items() if _is_whole(layers, name, mask, size)
-            }
-
-        outputs = pending(self.channels.output_masks(self.masks), layer_outputs)
-        return outputs, pending(self.channels.input_masks(self.masks), layer_inputs)
+        ends = (
+            (prune_outputs, layer_outputs, self.channels.output_masks(self.masks)),
+            (prune_inputs, layer_inputs, self.channels.input_masks(self.masks)),
+        )
+        return [
+            (prune, layers[name], mask)
+            for prune, size, masks in ends
+            for name, mask in masks.items()
+            if _is_whole(layers, name, mask, size)
+        ]
 
     def _record(self) -> dict[str, Any]:
         return {**super()._record(), "channels": asdict(self.channels)}
@@ -260,7 +253,7 @@ def _is_whole(
 ) -> bool:
     """Return whether a layer still has channels that ``mask`` prunes."""
     layer, unpruned = layers.get(name), int(mask.sum())
-    if type(layer) not in (*WEIGHTED, *BATCH_NORMS):
+    if type(layer) not in PLACES:
         actual = "no such layer" if layer is None else f"a {type(layer).__name__} of that name"
         raise ValueError(
             f"The ticket removes channels of '{name}', but the module has {actual}: it was drawn "

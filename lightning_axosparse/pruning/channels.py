@@ -53,17 +53,18 @@ WEIGHTED: dict[type[nn.Module], _Places] = {
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
+PLACES = {**WEIGHTED, **dict.fromkeys(BATCH_NORMS, _Places("num_features", "num_features", 0, 0))}
+"""Layers with channels."""
+
 
 def layer_inputs(layer: nn.Module) -> int:
-    """Return the number of inputs, or input channels, of a layer in :data:`WEIGHTED`."""
-    return int(getattr(layer, WEIGHTED[type(layer)].inputs))
+    """Return the number of inputs, or input channels, of a layer in :data:`PLACES`."""
+    return int(getattr(layer, PLACES[type(layer)].inputs))
 
 
 def layer_outputs(layer: nn.Module) -> int:
-    """Return the number of outputs, or channels, of a weighted layer or a BatchNorm."""
-    if type(layer) in BATCH_NORMS:
-        return int(layer.num_features)  # type: ignore[arg-type]
-    return int(getattr(layer, WEIGHTED[type(layer)].outputs))
+    """Return the number of outputs, or channels, of a layer in :data:`PLACES`."""
+    return int(getattr(layer, PLACES[type(layer)].outputs))
 
 
 _MODULES = (
@@ -345,7 +346,7 @@ class _Reader:
     def _module(self, target: str, calls: int, args: Any, kwargs: Any) -> Any:
         layer, name = self._modules[target], f"{self._prefix}{target}"
         value = args[0] if len(args) == 1 and not kwargs else None
-        known = type(layer) in (*WEIGHTED, *BATCH_NORMS)
+        known = type(layer) in PLACES
         if known and (calls > 1 or layer in self._tied or layer._parameters.get("weight") is None):
             why = "called more than once" if calls > 1 else "its weight is tied, or is none"
             self._whole[name] = why
