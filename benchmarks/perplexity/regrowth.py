@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pruning.masks import MaskBits
-from lightning_axosparse.pruning.rule import Score, Scores, State, Stored
+from lightning_axosparse.pruning.rule import Score, State, Stored, scores_of
 from lightning_axosparse.pruning.selection import top_k_masks
 
 Growth = Literal["random", "gradient"]
@@ -51,7 +51,7 @@ def regrown(
     kept = {name: int(mask.sum()) for name, mask in masks.items()}
     left = {name: count - int(fraction * count) for name, count in kept.items()}
     old = {name: {"kept": masks[name].to(weight.device)} for name, weight in own.items()}
-    survivors = _of_each(_scores(_magnitude, own, old), left)
+    survivors = _masks(_magnitude, own, old, left)
     new: dict[str, State] = {
         name: {
             "kept": survivors[name],
@@ -60,11 +60,7 @@ def regrown(
         }
         for name, weight in own.items()
     }
-    return _of_each(_scores(_GROWTH[growth], own, new), kept)
-
-
-def _scores(score: Score, weights: Mapping[str, Tensor], states: Mapping[str, State]) -> Scores:
-    return Scores(score, list(weights), lambda name: Stored(weights[name], states[name], None))
+    return _masks(_GROWTH[growth], own, new, kept)
 
 
 def _magnitude(weight: Tensor, state: State) -> Tensor:
@@ -95,12 +91,17 @@ def _random(weight: Tensor, state: State) -> Tensor:
 _GROWTH: dict[Growth, Score] = {"gradient": _gradient, "random": _random}
 
 
-def _of_each(scores: Scores, kept: Mapping[str, int]) -> dict[str, Tensor]:
+def _masks(
+    score: Score,
+    weights: Mapping[str, Tensor],
+    states: Mapping[str, State],
+    kept: Mapping[str, int],
+) -> dict[str, Tensor]:
     """Return the masks that keep the entries of highest score, so many of each weight."""
     masks = {}
-    for name in scores:
-        alone = {name: scores[name]}
-        masks.update(top_k_masks(alone, {name: alone[name].shape}, kept[name]))
+    for name, weight in weights.items():
+        alone = {name: scores_of(score, name, Stored(weight, states[name], None))}
+        masks.update(top_k_masks(alone, alone.__getitem__, {name: weight.shape}, kept[name]))
     return masks
 
 

@@ -111,7 +111,7 @@ def channel_masks(
     share = floor * (1 - pruning_ratio)
     minimum = {name: max(1, math.ceil(share * len(score))) for name, score in scores.items()}
     k = max(unpruned_count(sizes, pruning_ratio), sum(minimum.values()))
-    return top_k_masks(scores, sizes, k, minimum)
+    return top_k_masks(scores, scores.__getitem__, sizes, k, minimum)
 
 
 @dataclass(frozen=True, repr=False)

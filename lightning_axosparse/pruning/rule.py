@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -161,44 +161,31 @@ class Stored(NamedTuple):
     layout: Layout | None
 
 
-class Scores(Mapping[str, Tensor]):
-    """The scores of weights by name, computed at each read, so that they take no memory.
+def scores_of(score: Score, name: str, stored: Stored) -> Tensor:
+    """Return the scores of a weight, without a graph.
 
-    Of weights that are stored sparse, entries that are pruned have the lowest score of all.
+    Of a weight that is stored sparse, entries that are pruned have the lowest score of all.
     """
-
-    def __init__(self, score: Score, names: Sequence[str], stored: Callable[[str], Stored]) -> None:
-        self._score, self._names, self._stored = score, names, stored
-
-    def __getitem__(self, name: str) -> Tensor:
-        """Return the scores of a weight, without a graph."""
-        values, state, layout = self._stored(name)
-        weight = values.detach()
-        if layout is not None:
-            weight, state = layout.densify(weight), expand_state(state, layout)
-        with torch.no_grad():
-            try:
-                scores = self._score(weight, state)
-            except ValueError as error:
-                raise ValueError(
-                    f"The weight '{name}' cannot be scored: {without_link(error)}." + see("pruning")
-                ) from error
-        if not isinstance(scores, Tensor) or scores.shape != weight.shape:
-            result = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+    weight, state, layout = stored.values.detach(), stored.state, stored.layout
+    if layout is not None:
+        weight, state = layout.densify(weight), expand_state(state, layout)
+    with torch.no_grad():
+        try:
+            scores = score(weight, state)
+        except ValueError as error:
             raise ValueError(
-                f"The score function returned {result} for the weight '{name}'. It must return a "
-                f"tensor of the weight's shape, {tuple(weight.shape)}." + see("pruning")
-            )
-        if layout is None:
-            return scores
-        wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return wide.masked_fill(~layout.mask(), -torch.inf)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
+                f"The weight '{name}' cannot be scored: {without_link(error)}." + see("pruning")
+            ) from error
+    if not isinstance(scores, Tensor) or scores.shape != weight.shape:
+        result = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ValueError(
+            f"The score function returned {result} for the weight '{name}'. It must return a "
+            f"tensor of the weight's shape, {tuple(weight.shape)}." + see("pruning")
+        )
+    if layout is None:
+        return scores
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return wide.masked_fill(~layout.mask(), -torch.inf)
 
 
 def has_second_moment(optimizer: Optimizer) -> bool:
@@ -337,13 +324,15 @@ class MaskRule:
         sizes = self.sizes(module)
         names = [name for name in sizes if counted is None or name in counted]
         owned = {entry.names[0]: entry for entry in owned_parameters(module)}
-        stored = stored or partial(_stored_in, owned, optimizers)
+        read = stored or partial(_stored_in, owned, optimizers)
         score = SCORES[rule.score] if isinstance(rule.score, str) else rule.score
-        scores = Scores(score, names, stored)
         k = unpruned_count(sizes, self.ratio)
-        masks = top_k_masks(scores, sizes, k, minimum_counts(sizes, k, self.floor), group)
+        minimum = minimum_counts(sizes, k, self.floor)
+        masks = top_k_masks(
+            names, lambda name: scores_of(score, name, read(name)), sizes, k, minimum, group
+        )
         for name in names:
-            layout = stored(name).layout
+            layout = read(name).layout
             if layout is not None:
                 # Floors that fall are rounded, and may ask for one entry more than before.
                 masks[name] &= layout.mask()

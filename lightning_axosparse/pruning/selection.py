@@ -6,7 +6,7 @@ summed over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Size, Tensor
@@ -17,6 +17,10 @@ from lightning_axosparse.support.troubleshooting import see
 
 Sizes = Mapping[str, Size]
 """The shape of every weight that is pruned, by name, in module order."""
+
+Read = Callable[[str], Tensor]
+"""Returns the scores of a weight, or their keys, by its name. They are computed at each call, so
+that those of all weights are never in memory at once."""
 
 
 def unpruned_count(sizes: Sizes, ratio: float) -> int:
@@ -46,7 +50,8 @@ _DIGIT = 16
 
 
 def top_k_masks(
-    scores: Mapping[str, Tensor],
+    names: Collection[str],
+    scores: Read,
     sizes: Sizes,
     k: int,
     minimum: Mapping[str, int] | None = None,
@@ -58,73 +63,57 @@ def top_k_masks(
     cannot be computed is a ValueError on every rank, which names the weight.
 
     Args:
-        scores: those of the weights that this rank counts, by name; read several times. Each weight
-            is counted by exactly one rank of ``group``.
+        names: the weights that this rank counts. Each is counted by exactly one rank of ``group``.
+        scores: returns the scores of one of them; called several times.
         sizes: all weights, the same on all ranks.
         k: the number of unpruned entries, of all weights.
         minimum: the least number of unpruned entries of each weight, together no more than ``k``;
             None: zero.
         group: the ranks whose stages make up the model; None if this rank has the full model.
     """
-    double = _validate(scores, group)
-    keys = _Keys(scores, minimum or {}, double)
+    double = _validate(names, scores, group)
+    floors: dict[str, tuple[int, int]] = {}
+
+    def keys(name: str) -> Tensor:
+        computed = _keys(scores(name), double)
+        if name in floors:
+            computed[_above(computed, *floors[name])] = torch.iinfo(computed.dtype).max
+        return computed
+
+    for name in names:
+        if minimum and minimum.get(name):
+            own = {name: keys(name)}
+            below = own[name].numel() - minimum[name]
+            floors[name] = _select(own, own.__getitem__, below, double, None)
     pruned = number_of_entries(sizes) - k
     if pruned == 0:
         return {
-            name: torch.ones_like(keys[name], dtype=torch.bool).view(sizes[name]) for name in scores
+            name: torch.ones_like(keys(name), dtype=torch.bool).view(sizes[name]) for name in names
         }
-    threshold, ties = _select(keys, pruned, double, group)
-    before = _ties_before(keys, sizes, threshold, group)
+    threshold, ties = _select(names, keys, pruned, double, group)
+    before = _ties_before(names, keys, sizes, threshold, group)
     return {
-        name: _above(keys[name], threshold, ties - before[name]).view(sizes[name])
-        for name in scores
+        name: _above(keys(name), threshold, ties - before[name]).view(sizes[name]) for name in names
     }
 
 
-class _Keys(Mapping[str, Tensor]):
-    """The scores of the weights on this rank, as integers of the same order.
-
-    The highest entries of each weight, as many as ``minimum`` says, have the largest integer. With
-    ``double`` the integers have 64 bits, not 32.
-    """
-
-    def __init__(
-        self, scores: Mapping[str, Tensor], minimum: Mapping[str, int], double: bool
-    ) -> None:
-        self._scores, self._double = scores, double
-        self._floors: dict[str, tuple[int, int]] = {}
-        for name in self:
-            if minimum.get(name):
-                keys = self[name]
-                pruned = keys.numel() - minimum[name]
-                self._floors[name] = _select({name: keys}, pruned, double, None)
-
-    def __getitem__(self, name: str) -> Tensor:
-        scores = self._scores[name].detach().reshape(-1)
-        # Zeros of both signs are equal.
-        if self._double:
-            bits = (scores.to(torch.float64) + 0.0).view(torch.int64)
-        else:
-            bits = (scores.to(torch.float32) + 0.0).view(torch.int32)
-        largest = torch.iinfo(bits.dtype).max
-        keys = torch.where(bits < 0, bits ^ largest, bits)
-        if name in self._floors:
-            keys[_above(keys, *self._floors[name])] = largest
-        return keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._scores)
-
-    def __len__(self) -> int:
-        return len(self._scores)
+def _keys(scores: Tensor, double: bool) -> Tensor:
+    """Return scores as integers of the same order, 1-D, of 64 bits if ``double``, else of 32."""
+    scores = scores.detach().reshape(-1)
+    # Zeros of both signs are equal.
+    if double:
+        bits = (scores.to(torch.float64) + 0.0).view(torch.int64)
+    else:
+        bits = (scores.to(torch.float32) + 0.0).view(torch.int32)
+    return torch.where(bits < 0, bits ^ torch.iinfo(bits.dtype).max, bits)
 
 
-def _validate(scores: Mapping[str, Tensor], group: ProcessGroup | None) -> bool:
+def _validate(names: Collection[str], scores: Read, group: ProcessGroup | None) -> bool:
     """Validate the scores of all ranks; return whether any of them are float64."""
     double, problems = False, []
-    for name in scores:
+    for name in names:
         try:
-            values = scores[name]
+            values = scores(name)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -142,7 +131,7 @@ def _validate(scores: Mapping[str, Tensor], group: ProcessGroup | None) -> bool:
 
 
 def _select(
-    keys: Mapping[str, Tensor], k: int, double: bool, group: ProcessGroup | None
+    names: Collection[str], keys: Read, k: int, double: bool, group: ProcessGroup | None
 ) -> tuple[int, int]:
     """Return the ``k``-th smallest key, and how many entries equal to it to prune.
 
@@ -152,8 +141,8 @@ def _select(
     prefix: int | None = None
     for shift in range((64 if double else 32) - _DIGIT, -1, -_DIGIT):
         histogram = torch.zeros(2**_DIGIT, dtype=torch.int64)
-        for name in keys:
-            histogram += _histogram(keys[name], prefix, shift)
+        for name in names:
+            histogram += _histogram(keys(name), prefix, shift)
         cumulated = all_sum(histogram, group).cumsum(0)
         digit = int(torch.searchsorted(cumulated, k))
         k -= int(cumulated[digit - 1]) if digit else 0
@@ -172,10 +161,10 @@ def _histogram(keys: Tensor, prefix: int | None, shift: int) -> Tensor:
 
 
 def _ties_before(
-    keys: _Keys, sizes: Sizes, threshold: int, group: ProcessGroup | None
+    names: Collection[str], keys: Read, sizes: Sizes, threshold: int, group: ProcessGroup | None
 ) -> dict[str, int]:
     """Count, for each name, the entries equal to the threshold in the weights before it."""
-    local = {name: int((keys[name] == threshold).sum()) for name in keys}
+    local = {name: int((keys(name) == threshold).sum()) for name in names}
     counts = torch.tensor([local.get(name, 0) for name in sizes])
     before = all_sum(counts, group).cumsum(0) - counts
     return dict(zip(sizes, before.tolist(), strict=True))

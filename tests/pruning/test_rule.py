@@ -12,12 +12,12 @@ from torch import nn
 from lightning_axosparse.pruning.rule import (
     MaskRule,
     MaskSchedule,
-    Scores,
     Stored,
     cubic_ratio,
     has_second_moment,
     magnitude,
     saliency,
+    scores_of,
 )
 from lightning_axosparse.sparse import sparsify
 
@@ -218,20 +218,16 @@ def test_scores_of_16_bits_are_computed_in_32():
     assert magnitude(-weight, {}).dtype == torch.float16
 
 
-def test_each_is_computed_when_it_is_read():
-    calls = []
-
+def test_they_are_computed_without_a_graph():
     def score(weight, state):
-        calls.append(state["name"])
         assert not weight.requires_grad
+        assert state == {"name": "b"}
         return weight**2
 
-    weights = {name: nn.Parameter(torch.full((2, 2), 3.0)) for name in "ab"}
-    scores = Scores(score, list(weights), lambda name: Stored(weights[name], {"name": name}, None))
-    assert list(scores) == ["a", "b"]
-    assert calls == []
-    assert torch.equal(scores["b"], torch.full((2, 2), 9.0))
-    assert calls == ["b"]
+    weight = nn.Parameter(torch.full((2, 2), 3.0))
+    found = scores_of(score, "b", Stored(weight, {"name": "b"}, None))
+    assert torch.equal(found, torch.full((2, 2), 9.0))
+    assert not found.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -244,4 +240,4 @@ def test_each_is_computed_when_it_is_read():
 )
 def test_what_is_no_score_is_refused_by_name(score, message):
     with pytest.raises(ValueError, match=message):
-        Scores(score, ["w"], lambda name: Stored(torch.ones(2, 3), {}, None))["w"]
+        scores_of(score, "w", Stored(torch.ones(2, 3), {}, None))

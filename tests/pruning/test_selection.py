@@ -45,7 +45,7 @@ def sizes_of(scores):
 def one_process(scores, ratio, floor=0.0):
     sizes = sizes_of(scores)
     k = unpruned_count(sizes, ratio)
-    return top_k_masks(scores, sizes, k, minimum_counts(sizes, k, floor))
+    return top_k_masks(scores, scores.__getitem__, sizes, k, minimum_counts(sizes, k, floor))
 
 
 def sorted_masks(scores, k, floor=0.0):
@@ -117,7 +117,7 @@ def test_strided_scores_keep_their_own_order():
 def test_all_may_be_kept_and_none():
     scores = make_parameters(0, torch.float32, ties=False)
     assert all(mask.all() for mask in one_process(scores, 0.0).values())
-    masks = top_k_masks(scores, sizes_of(scores), 0)
+    masks = top_k_masks(scores, scores.__getitem__, sizes_of(scores), 0)
     assert not any(mask.any() for mask in masks.values())
 
 
@@ -145,11 +145,12 @@ def masks_of_a_stage(stage, stages, group):
         own = {name: held[name] for name in scores if name in counted}
         sizes = sizes_of(scores)
         k = unpruned_count(sizes, ratio)
-        found.append(top_k_masks(own, sizes, k, minimum_counts(sizes, k, floor), group))
+        minimum = minimum_counts(sizes, k, floor)
+        found.append(top_k_masks(own, own.__getitem__, sizes, k, minimum, group))
     if "b.weight" in own:
         own["b.weight"] = own["b.weight"] * torch.nan
     with pytest.raises(ValueError, match=r"NaN in b\.weight"):
-        top_k_masks(own, sizes, unpruned_count(sizes, 0.5), group=group)
+        top_k_masks(own, own.__getitem__, sizes, unpruned_count(sizes, 0.5), group=group)
     return found
 
 
