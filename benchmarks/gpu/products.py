@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.gpu.timing import median_seconds, recorded
-from lightning_axosparse.sparse.cpu import panels
+from lightning_axosparse.sparse.ops import panels
 from lightning_axosparse.sparse.store.formats import BitmapLayout
 
 

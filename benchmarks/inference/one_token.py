@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.overhead.interleaved import median_seconds
-from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.ops import panels
+from lightning_axosparse.sparse.ops import products as kept_products
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 

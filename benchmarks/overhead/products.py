@@ -4,7 +4,7 @@
 
 One thread, random masks; a layer has 4 x width outputs. Prints a Markdown table: the time of the
 dense product, and the ratios to it of the two ways to multiply by a sparse weight, between which
-``sparse/cpu/products.py`` chooses by this table. ``--dtype bfloat16`` compares with products in
+``sparse/ops/products.py`` chooses by this table. ``--dtype bfloat16`` compares with products in
 bfloat16; unpruned values multiply in float32 there, too.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.overhead.interleaved import median_seconds
-from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.cpu import products as kept_products
+from lightning_axosparse.sparse.ops import panels
+from lightning_axosparse.sparse.ops import products as kept_products
 from lightning_axosparse.sparse.store.formats import layout_of
 
 Runners = Mapping[str, Callable[[], Any]]

@@ -30,8 +30,8 @@ from lightning_axosparse.sparse.backend import (
     most_cautious,
     this_processor,
 )
-from lightning_axosparse.sparse.cpu.products import max_density
 from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
+from lightning_axosparse.sparse.ops.products import max_density
 from lightning_axosparse.sparse.store.materialize import copy_pays
 from lightning_axosparse.strategy.validation import (
     ignore_if_layers_follow,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.callbacks import weight_pruning
 from lightning_axosparse.sparse.backend import Backend, Processor
-from lightning_axosparse.sparse.cpu import products as kept_products
 from lightning_axosparse.sparse.module.parameters import sparse_parameters
+from lightning_axosparse.sparse.ops import products as kept_products
 from tests.parity.cases import CLASSES, FEATURES, Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 

@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
     import lightning_axosparse.strategy.launcher.worker
     import lightning_axosparse.strategy.strategy  # noqa: F401
-    from lightning_axosparse.sparse.cpu.products import load_loops
+    from lightning_axosparse.sparse.ops.products import load_loops
     from lightning_axosparse.strategy.launcher import fork_server
 
     with open(__file__) as file:  # One server compiles them, the others find them in the cache.

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.backend import COMPUTES, Backend, Compute
-from lightning_axosparse.sparse.cpu import products as sparse_products
 from lightning_axosparse.sparse.module.optimizer_state import (
     compress_state,
     expand_state,
@@ -30,6 +29,7 @@ from lightning_axosparse.sparse.module.sparse_module import (
     validate_class,
 )
 from lightning_axosparse.sparse.ops import convolution, embedding
+from lightning_axosparse.sparse.ops import products as sparse_products
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
@@ -81,7 +81,7 @@ def sparsify(
         compute: how linear layers and, in float32, convolutions run. On CPU, for weights that were
             made sparse there: "sparse": with the unpruned values; "dense": with a dense weight,
             materialized in parts at every use; "auto": as is faster for the density and, in 16
-            bits, on this processor (``sparse/cpu/products.py``, ``sparse/ops/convolution.py``).
+            bits, on this processor (``sparse/ops/products.py``, ``sparse/ops/convolution.py``).
             Everywhere "samo": with a dense copy that stays in memory, in the dtype that products
             run in, and is filled once per optimizer step. Sums run in another order than in dense
             products, so results differ in their last bits. In 16 bits products with the unpruned

@@ -1,1 +1,1 @@
-"""Operators that take a sparse weight: linear, convolution, embedding, other torch functions."""
+"""Operators that take a sparse weight, such as linear and convolution, and their products."""

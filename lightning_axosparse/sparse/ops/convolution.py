@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import grad as dense_gradients
 
 from lightning_axosparse.sparse.backend import Backend
-from lightning_axosparse.sparse.cpu.products import can_read, kernel_weight, run_in_threads
 from lightning_axosparse.sparse.kernels import kernel_module, reference
+from lightning_axosparse.sparse.ops.products import can_read, kernel_weight, run_in_threads
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm, autocast_dtype

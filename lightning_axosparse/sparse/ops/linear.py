@@ -51,9 +51,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_axosparse.sparse.backend import Backend
-from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.cpu import products as sparse_products
 from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.ops import panels
+from lightning_axosparse.sparse.ops import products as sparse_products
 from lightning_axosparse.sparse.store.copies import DenseCopy
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import (

@@ -13,9 +13,8 @@ from transformers.pytorch_utils import Conv1D
 from lightning_axosparse import densify, sparsify
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse.backend import Backend
-from lightning_axosparse.sparse.cpu import panels
 from lightning_axosparse.sparse.module.parameters import layouts
-from lightning_axosparse.sparse.ops import torch_functions
+from lightning_axosparse.sparse.ops import panels, torch_functions
 from lightning_axosparse.sparse.store import layout as layout_module
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout

@@ -13,11 +13,11 @@ from transformers.pytorch_utils import Conv1D
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse import backend as backend
 from lightning_axosparse.sparse.backend import COMPUTES, Backend
-from lightning_axosparse.sparse.cpu import panels
-from lightning_axosparse.sparse.cpu import products as sparse_products
-from lightning_axosparse.sparse.cpu import products as threads_module
-from lightning_axosparse.sparse.cpu.products import should_run
 from lightning_axosparse.sparse.kernels import products, vectors
+from lightning_axosparse.sparse.ops import panels
+from lightning_axosparse.sparse.ops import products as sparse_products
+from lightning_axosparse.sparse.ops import products as threads_module
+from lightning_axosparse.sparse.ops.products import should_run
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from tests.ranks import PATIENCE, warm_python
 from tests.sparse.masking import close, random_masks, sparse_and_dense
@@ -380,7 +380,7 @@ def test_dense_computes_on_panels(monkeypatch):
 
 IN_A_FORK = """
 import os, torch
-from lightning_axosparse.sparse.cpu import products as sparse_products
+from lightning_axosparse.sparse.ops import products as sparse_products
 from lightning_axosparse.sparse.store.formats import layout_of
 
 torch.set_num_threads(2)
