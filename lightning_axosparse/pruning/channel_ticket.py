@@ -23,8 +23,12 @@ from lightning_axosparse.pruning.channels import (
 from lightning_axosparse.pruning.selection import top_k_masks, unpruned_count
 from lightning_axosparse.pruning.ticket import TicketFile
 from lightning_axosparse.sparse.module.convert import renew_reducers
-from lightning_axosparse.sparse.module.optimizer_state import trial_state, validate_state
-from lightning_axosparse.sparse.module.parameters import owned_parameters, set_values
+from lightning_axosparse.sparse.module.optimizer_state import (
+    convert_parameter,
+    trial_state,
+    validate_state,
+)
+from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support.arguments import (
     FRACTION,
     MODULE,
@@ -77,19 +81,15 @@ def _prune_tensor(
     tensor: Tensor | None = getattr(layer, name, None)
     if tensor is None:
         return
-    shape, index = tensor.shape, mask.nonzero()[:, 0]
+    index = mask.nonzero()[:, 0]
 
-    def prune(value: Any) -> Any:
-        alike = isinstance(value, Tensor) and value.shape == shape
-        return value.index_select(dimension, index.to(value.device)) if alike else value
+    def prune(value: Tensor) -> Tensor:
+        return value.index_select(dimension, index.to(value.device))
 
-    if not isinstance(tensor, nn.Parameter):
-        tensor.set_(prune(tensor))
-        return
-    for optimizer in optimizers:
-        for key, value in optimizer.state.get(tensor, {}).items():
-            optimizer.state[tensor][key] = prune(value)
-    set_values(tensor, prune(tensor.detach()), prune(tensor.grad))
+    if isinstance(tensor, nn.Parameter):
+        convert_parameter(tensor, optimizers, prune)
+    else:
+        tensor.set_(prune(tensor))  # type: ignore[call-overload]
 
 
 _Prune = Callable[[nn.Module, Tensor, Iterable[Optimizer]], None]

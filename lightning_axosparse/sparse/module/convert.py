@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -12,15 +11,13 @@ from torch.optim import Optimizer
 
 from lightning_axosparse.sparse.backend import COMPUTES, Backend, Compute
 from lightning_axosparse.sparse.module.optimizer_state import (
-    compress_state,
-    expand_state,
+    convert_parameter,
     validate_elementwise_optimizers,
     validate_state,
 )
 from lightning_axosparse.sparse.module.parameters import (
     OwnedParameter,
     owned_parameters,
-    set_values,
     sparse_parameters,
     validate_not_deferred,
 )
@@ -33,7 +30,6 @@ from lightning_axosparse.sparse.ops import products as sparse_products
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
-from lightning_axosparse.sparse.store.weight import compress_gradient
 from lightning_axosparse.support.arguments import (
     MASKS,
     MODULE,
@@ -117,11 +113,12 @@ def sparsify(
             validate_state(name, optimizer.state.get(entry.parameter, {}), entry.parameter.shape)
     if optimizer is not None:
         validate_elementwise_optimizers(optimizer)
+    optimizers = [] if optimizer is None else [optimizer]
     for entry, layout in layouts.values():
         if entry.layout is None:
-            _to_sparse(entry, layout, optimizer)
+            _to_sparse(entry, layout, optimizers)
         elif entry.layout.nnz > layout.nnz:
-            _prune_further(entry, layout, optimizer)
+            _prune_further(entry, layout, optimizers)
         assert entry.form is not None
         entry.form.compute_by(Backend(compute))
     renew_reducers(module)
@@ -148,7 +145,7 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
         validate_class(submodule)
     for entry in owned_parameters(module):
         if entry.layout is not None:
-            _to_dense(entry, optimizer)
+            _to_dense(entry, [] if optimizer is None else [optimizer])
     renew_reducers(module)
 
 
@@ -180,46 +177,34 @@ def _checked_layout(name: str, entry: OwnedParameter, mask: Tensor) -> Layout:
     return layout
 
 
-def _to_sparse(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
-    parameter, gradient = entry.parameter, entry.parameter.grad
-    form = DenseForm(parameter.dtype)
-    master = master_dtype(parameter.dtype)
-    if gradient is not None:
-        gradient = compress_gradient(gradient, layout).to(master)
-    set_values(parameter, layout.compress(parameter.detach()).to(master), gradient)
-    if optimizer is not None and parameter in optimizer.state:
-        state = optimizer.state[parameter]
-        state.update(compress_state(state, layout, master))
+def _to_sparse(entry: OwnedParameter, layout: Layout, optimizers: Sequence[Optimizer]) -> None:
+    form = DenseForm(entry.parameter.dtype)
+
+    def compressed(value: Tensor) -> Tensor:
+        dense = value.to_dense() if value.is_sparse else value  # the gradient of an embedding
+        return layout.to(value.device).compress(dense).to(master_dtype(form.dtype))
+
+    convert_parameter(entry.parameter, optimizers, compressed)
     entry.read_as(layout, form)
 
 
-def _prune_further(entry: OwnedParameter, layout: Layout, optimizer: Optimizer | None) -> None:
+def _prune_further(entry: OwnedParameter, layout: Layout, optimizers: Sequence[Optimizer]) -> None:
     """Prune more entries of a parameter that is stored sparse."""
-    parameter, gradient = entry.parameter, entry.parameter.grad
     assert entry.stored is not None
     before, form = entry.stored
     mask = before.compress(layout.mask())
-
-    def select(values: Any) -> Any:
-        is_elementwise = isinstance(values, Tensor) and values.shape == mask.shape
-        return values[mask.to(values.device)] if is_elementwise else values
-
-    set_values(parameter, select(parameter.detach()), select(gradient))
-    if optimizer is not None and parameter in optimizer.state:
-        state = optimizer.state[parameter]
-        state.update({key: select(value) for key, value in state.items()})
+    convert_parameter(entry.parameter, optimizers, lambda values: values[mask.to(values.device)])
     entry.read_as(layout, DenseForm(form.dtype))
 
 
-def _to_dense(entry: OwnedParameter, optimizer: Optimizer | None) -> None:
+def _to_dense(entry: OwnedParameter, optimizers: Sequence[Optimizer]) -> None:
     assert entry.stored is not None
     layout, form = entry.stored
-    parameter, gradient = entry.parameter, entry.parameter.grad
-    dense = None if gradient is None else layout.densify(gradient.to(form.dtype))
-    set_values(parameter, entry.dense(), dense)
-    if optimizer is not None and parameter in optimizer.state:
-        state = optimizer.state[parameter]
-        state.update(expand_state(state, layout, form.dtype))
+
+    def dense(values: Tensor) -> Tensor:
+        return layout.to(values.device).densify(values.to(form.dtype))
+
+    convert_parameter(entry.parameter, optimizers, dense)
     for owner, attribute in entry.owners:
         forget_layout(owner, attribute)
 

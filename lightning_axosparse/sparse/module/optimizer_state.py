@@ -38,33 +38,35 @@ def convert_state(
     }
 
 
-def compress_state(
-    state: Mapping[str, Any], layout: Layout, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
+def convert_parameter(
+    parameter: nn.Parameter, optimizers: Iterable[Optimizer], convert: Callable[[Tensor], Tensor]
+) -> None:
+    """Convert a parameter's values, its gradient, and what has its shape in optimizer state."""
+    shape, gradient = parameter.shape, parameter.grad
+    if gradient is not None:
+        gradient = convert(gradient)
+    set_values(parameter, convert(parameter.detach()), gradient)
+    for optimizer in optimizers:
+        if parameter in optimizer.state:
+            state = optimizer.state[parameter]
+            state.update(convert_state(state, shape, convert))
+
+
+def compress_state(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Compress the tensors of one parameter's optimizer state that have its dense shape.
 
     Args:
         state: ``optimizer.state[parameter]``, or the entry of an optimizer's state dict, of a dense
             parameter.
         layout: the parameter's layout.
-        dtype: dtype of the compressed tensors; None: as before.
     """
-
-    def compressed(value: Tensor) -> Tensor:
-        return layout.to(value.device).compress(value).to(dtype or value.dtype)
-
-    return convert_state(state, layout.shape, compressed)
+    return convert_state(state, layout.shape, lambda value: layout.to(value.device).compress(value))
 
 
-def expand_state(
-    state: Mapping[str, Any], layout: Layout, dtype: torch.dtype | None = None
-) -> dict[str, Any]:
+def expand_state(state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     """Densify the tensors of unpruned entries: the inverse of :func:`compress_state`."""
-
-    def dense(value: Tensor) -> Tensor:
-        return layout.to(value.device).densify(value.to(dtype or value.dtype))
-
-    return convert_state(state, torch.Size([layout.nnz]), dense)
+    shape = torch.Size([layout.nnz])
+    return convert_state(state, shape, lambda value: layout.to(value.device).densify(value))
 
 
 def validate_state(name: str, state: Mapping[str, Any], shape: torch.Size) -> None:
