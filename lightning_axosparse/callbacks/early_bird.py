@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -87,20 +86,15 @@ class EarlyBirdTicket(WeightPruning):
         super().__init__(pruning_ratio, score, floor, which, ticket, compute)
         self.search = MaskSearch(every, draw_by, distance, threshold, window)
 
-    @property
-    def _times(self) -> tuple[When | None, ...]:
-        return self.search.every, self.search.draw_by
-
     def _act(self, trainer: Trainer, before: Progress, now: Progress, on_step: bool) -> None:
         search, strategy = self.search, strategy_of(trainer)
         if not search.is_due(trainer, before, now):
             return
         masks, counted = self._masks(trainer, self.pruning_ratio), strategy.counted_parameters()
-        distance = search.window.add(masks, counted, strategy.inter_group, strategy.data_group)
-        search.log(trainer, now, distance, on_step)
-        if search.is_over(trainer, now, distance):
+        distance = search.add(masks, counted, strategy.inter_group, strategy.data_group)
+        if search.is_over(trainer, now, distance, on_step):
             ticket = self._ticket_of(trainer, masks, self.pruning_ratio)
-            search.window.clear()
+            search.clear()
             ticket = replace(ticket, distance=search.distance, distances=search.distances)
             self._draw(trainer, ticket)
 
@@ -111,20 +105,12 @@ class EarlyBirdTicket(WeightPruning):
             "smaller window, or train longer." + see("tickets")
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the ticket and the distances; :meth:`on_save_checkpoint` adds the masks."""
-        return {**super().state_dict(), **self.search.state_dict()}
-
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather the masks of all stages into the checkpoint, which the first rank writes."""
         if self.ticket is None:
             strategy = strategy_of(trainer)
-            checkpoint["callbacks"][self.state_key]["window"] = self.search.window.gather_state(
+            checkpoint["callbacks"][self.state_key]["window"] = self.search.gather_masks(
                 strategy.counted_parameters(), strategy.inter_group
             )
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        super()._restore(state)
-        self.search.load_state(state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -123,10 +122,6 @@ class EarlyBirdChannels(TicketCallback):
         self._channels: Channels | None = None
         """The channels that can be removed; None before training, and if a ticket was given."""
 
-    @property
-    def _times(self) -> tuple[When | None, ...]:
-        return self.search.every, self.search.draw_by
-
     def _validate_before_launch(self, trainer: Trainer) -> None:
         with ignore_if_layers_follow(trainer.lightning_module):
             self._find_channels(trainer.lightning_module)
@@ -169,21 +164,14 @@ class EarlyBirdChannels(TicketCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return the ticket, or the distances and the window of the search."""
         scales = () if self._channels is None else self._channels.scales
-        masks = self.search.window.gather_state(scales, None)
-        return {**super().state_dict(), **self.search.state_dict(), "window": masks}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        super()._restore(state)
-        self.search.load_state(state)
+        return {**super().state_dict(), "window": self.search.gather_masks(scales, None)}
 
     def _act(self, trainer: Trainer, before: Progress, now: Progress, on_step: bool) -> None:
-        search = self.search
-        if not search.is_due(trainer, before, now):
+        if not self.search.is_due(trainer, before, now):
             return
         masks = self._masks(trainer)
-        distance = search.window.add(masks, set(masks), None, None)  # Every rank has all masks.
-        search.log(trainer, now, distance, on_step)
-        if search.is_over(trainer, now, distance):
+        distance = self.search.add(masks, set(masks), None, None)  # Every rank has all masks.
+        if self.search.is_over(trainer, now, distance, on_step):
             self._draw(trainer, masks)
 
     def _draw(self, trainer: Trainer, masks: MaskBits) -> None:
@@ -192,7 +180,7 @@ class EarlyBirdChannels(TicketCallback):
         ticket = ChannelTicket(masks, self.pruning_ratio, step, distances, channels=self._channels)
         strategy_of(trainer).shrink(ticket)
         self.ticket, self.drawn_at = ticket, step
-        self.search.window.clear()
+        self.search.clear()
         unpruned, total = ticket.counts
         rank_zero_info(
             f"Ticket drawn after {step} steps: {total - unpruned:,} of the {total:,} channels of "

@@ -66,9 +66,9 @@ class TicketCallback(Callback, ABC):
         return {} if self.search is None else self.search.distances
 
     @property
-    @abstractmethod
     def _times(self) -> tuple[When | None, ...]:
         """The times of the arguments, such as ``every``, at which masks are computed."""
+        return () if self.search is None else (self.search.every, self.search.draw_by)
 
     @abstractmethod
     def _validate_before_launch(self, trainer: Trainer) -> None:
@@ -151,8 +151,13 @@ class TicketCallback(Callback, ABC):
             rank_zero_warn(self._not_drawn(trainer.global_step))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ticket, and the progress up to which masks have been computed."""
+        """Return the ticket, and the progress up to which masks have been computed.
+
+        A search adds its distances, and the subclass the masks of its window.
+        """
+        searched = {} if self.search is None else self.search.state_dict()
         return {
+            **searched,
             "last": self._last and [self._last.steps, self._last.epochs],
             "drawn_at": self.drawn_at,
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
@@ -174,6 +179,8 @@ class TicketCallback(Callback, ABC):
             self.ticket = ticket
         self._last = state["last"] and Progress(*state["last"])
         self.drawn_at = state["drawn_at"]
+        if self.search is not None:
+            self.search.load_state(state)
 
 
 _CONFLICTING = (TicketCallback, ModelPruning, StochasticWeightAveraging, WeightAveraging)

@@ -1,4 +1,4 @@
-"""Stores masks at one bit an entry, measures their distance, and holds the newest of a search.
+"""Stores masks at one bit an entry, and measures their distance.
 
 The early-bird paper (You et al., ICLR 2020) takes the fraction of mask entries that differ, with
 0.1 as the threshold, for channels pruned by up to 0.7. At higher ratios this distance says little:
@@ -8,8 +8,7 @@ relative distance one threshold tells masks that settle from independent ones at
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_axosparse.distributed.process_groups import all_sum, broadcast_from_first, gather
+from lightning_axosparse.distributed.process_groups import all_sum
 from lightning_axosparse.support.arguments import validate_mask
 from lightning_axosparse.support.files import CorruptFileError, stored_shape
 
@@ -131,55 +130,3 @@ def mask_distance(
     differing, unpruned, entries = all_sum(counts, group).tolist()
     scale = entries if distance == "hamming" else unpruned * (1 - unpruned / max(1, 2 * entries))
     return float(differing / scale) if scale else 0.0
-
-
-class MaskWindow:
-    """The newest masks of the parameters of this rank, at one bit an entry.
-
-    A window has settled when ``size`` masks, at least 2, agree by a :func:`mask_distance`.
-    """
-
-    def __init__(self, size: int, distance: Distance) -> None:
-        self.size = size
-        self._distance = distance
-        self._masks: deque[MaskBits] = deque(maxlen=size)
-
-    @property
-    def full(self) -> bool:
-        """Whether the window has ``size`` masks."""
-        return len(self._masks) == self.size
-
-    def add(
-        self,
-        masks: MaskBits,
-        counted: Collection[str],
-        stages: ProcessGroup | None,
-        replicas: ProcessGroup | None,
-    ) -> float | None:
-        """Add new masks, and return their largest distance to the others of the window.
-
-        Collective; the oldest masks leave a full window, and the first have no distance. All
-        replicas get that of the first one: their weights may differ in the last bit. ``counted``
-        and ``stages`` are as for :func:`mask_distance`; ``replicas`` are the ranks of a stage.
-        """
-        others = list(self._masks)[1 - self.size :]
-        distances = [mask_distance(self._distance, masks, o, counted, stages) for o in others]
-        self._masks.append(masks)
-        return max(broadcast_from_first(distances, replicas), default=None)
-
-    def clear(self) -> None:
-        """Drop all masks."""
-        self._masks.clear()
-
-    def gather_state(
-        self, counted: Collection[str], stages: ProcessGroup | None
-    ) -> list[dict[str, Any]]:
-        """Return the masks of all stages on the first one, an empty list on others; collective."""
-        local = [masks.only(name for name in masks if name in counted) for masks in self._masks]
-        parts = gather(local, stages)
-        return [MaskBits.merged(masks).state_dict() for masks in zip(*parts, strict=True)]
-
-    def load_state(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the masks that :meth:`gather_state` returned."""
-        self._masks.clear()
-        self._masks.extend(MaskBits.from_state_dict(state) for state in states)
