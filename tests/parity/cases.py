@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -13,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
 from lightning_axosparse import AxoSparseStrategy
@@ -91,6 +94,14 @@ def loader(seed: int, batches: int = BATCHES, batch: int = BATCH, extra: int = 0
     x = torch.randn(samples, FEATURES, generator=generator)
     y = (x[:, :CLASSES] + 0.3 * torch.randn(samples, CLASSES, generator=generator)).argmax(-1)
     return DataLoader(TensorDataset(x, y), batch_size=batch)
+
+
+def share(run: L.Trainer, data: Any, batch: int = BATCH) -> DataLoader:
+    """This replica's part of every batch, in order: the global batches are those of any grid."""
+    alone = {"num_replicas": 1, "rank": 0}
+    places: Any = getattr(run.strategy, "distributed_sampler_kwargs", alone)
+    sampler = DistributedSampler(data, shuffle=False, **places)
+    return DataLoader(data, batch // places["num_replicas"], sampler=sampler)
 
 
 @dataclass
@@ -172,6 +183,16 @@ def difference(one: Record, other: Record) -> float:
     assert one.weights.keys() == other.weights.keys()
     tensors = [(one.weights[k].double() - other.weights[k].double()).abs() for k in one.weights]
     return max([abs(a - b) for a, b in pairs] + [float(t.max()) for t in tensors if t.numel()])
+
+
+def mean_losses(records: Iterable[Record]) -> list[float]:
+    """The losses of whole batches: that of a replica is of its part of the batch."""
+    return [fmean(losses) for losses in zip(*(record.losses for record in records), strict=True)]
+
+
+def loaded(*paths: Path) -> list[dict[str, Any]]:
+    """What is in checkpoints."""
+    return [torch.load(path, weights_only=False) for path in paths]
 
 
 def free_port() -> int:

@@ -13,10 +13,9 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_axosparse.checkpoint.consolidate import consolidate
-from tests.parity.cases import BATCH, Net, Record, loader, trainer, whole_state
+from tests.parity.cases import Net, Record, loader, recorded, share, trainer
 from tests.ranks import run_ranks
 
 STOP, END = 2, 4  # epochs before the stop, and of the whole run
@@ -29,12 +28,6 @@ TICKETS = {"dense": None, "sparse": 1, "sparse later": STOP + 1}
 def double() -> Net:
     """Float64 from the start: Lightning restores weights before it converts the module."""
     return Net(outer=True, tied=True).double()
-
-
-def share(data: DataLoader, num_replicas: int, rank: int) -> DataLoader:
-    """One replica's part of every batch."""
-    sampler = DistributedSampler(data.dataset, num_replicas, rank, shuffle=False)
-    return DataLoader(data.dataset, BATCH // num_replicas, sampler=sampler)
 
 
 def train(
@@ -60,16 +53,9 @@ def train(
         use_distributed_sampler=False,  # Lightning's own would shuffle
     )
     module = double()
-    places = run.strategy.distributed_sampler_kwargs
-    run.fit(
-        module,
-        share(loader(1), **places),
-        share(loader(2, batches=2), **places),
-        ckpt_path=resume,
-        weights_only=False,
-    )
-    record: Record = run.callbacks[0].record
-    record.weights = whole_state(run, module)
+    data = share(run, loader(1).dataset), share(run, loader(2, batches=2).dataset)
+    run.fit(module, *data, ckpt_path=resume, weights_only=False)
+    record = recorded(run, module)
     drawn = dict(draw[0].ticket.masks) if draw and draw[0].ticket else {}
     return record, {"masks": drawn, "step": run.global_step, "epoch": run.current_epoch}
 

@@ -11,10 +11,10 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse.support import dense_products
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, recorded, share, trainer
 from tests.ranks import run_ranks
 
 WIDTH, BATCH = 192, 512
@@ -31,12 +31,9 @@ class Wide(L.LightningModule):
         self.head = nn.Linear(WIDTH, WIDTH, bias=False)
 
     def train_dataloader(self) -> DataLoader:
-        # In the order of the data, which Lightning's sampler would shuffle for several replicas.
-        replicas = {"num_replicas": 1, "rank": 0}
-        replicas = getattr(self.trainer.strategy, "distributed_sampler_kwargs", replicas)
+        # Lightning's sampler would shuffle for several replicas.
         data = TensorDataset(*torch.randn(2, 3 * BATCH, WIDTH, generator=torch.manual_seed(1)))
-        sampler = DistributedSampler(data, **replicas, shuffle=False)
-        return DataLoader(data, BATCH // replicas["num_replicas"], sampler=sampler)
+        return share(self.trainer, data, BATCH)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         return nn.functional.mse_loss(self.head(self.model(batch[0])), batch[1])

@@ -54,15 +54,15 @@ RESUMED = {"listed experts", "both"}
 def both_ways(row: str, folder: Path) -> list[Found]:
     """Undivided and divided, and in some rows each from the first epoch's file of the other."""
     case = ROWS[row]
-    g_data, found = replicas(case[1]), []
+    found = []
     for resumes in (False, True) if row in RESUMED else (False,):
         for divides in (False, True):
             strategy = AxoSparseStrategy(microbatches=2, shard_optimizer=divides, **case[1])
             if resumes:
                 path = folder / str(not divides) / "epoch=0.ckpt"
-                found.append(run(case, strategy, RANKS, g_data, ckpt_path=path))
+                found.append(run(case, strategy, RANKS, ckpt_path=path))
             else:
-                found.append(run(case, strategy, RANKS, g_data, folder / str(divides)))
+                found.append(run(case, strategy, RANKS, folder / str(divides)))
     return found
 
 

@@ -5,10 +5,7 @@ All rows of one number of ranks run in one job, because starting ranks takes lon
 
 from __future__ import annotations
 
-import random
-import time
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -22,8 +19,16 @@ from torch.utils.data import DataLoader
 
 from benchmarks.experts.traffic import Traffic
 from lightning_axosparse import AxoSparseStrategy, ExpertParallel
-from tests.parity.cases import Record, difference, recorded, trainer
-from tests.parity.test_tensor_parallel import FIXED, VOCABULARY, WIDTH, Tokens, loader
+from tests.parity.cases import Record, difference, loaded, mean_losses, recorded, trainer
+from tests.parity.test_tensor_parallel import (
+    FIXED,
+    VOCABULARY,
+    WIDTH,
+    Language,
+    Saves,
+    Tokens,
+    loaders,
+)
 from tests.ranks import run_ranks
 
 EXPERTS, LAYERS = 4, 2
@@ -85,35 +90,11 @@ class Block(nn.Module):
         return x + (computed.view_as(x) if len(tokens) else x * computed.sum())
 
 
-class Own(L.LightningModule):
+class Own(Language):
     def __init__(
         self, make: type[Experts] = Experts, route: str = "best", slow: bool = False
     ) -> None:
-        super().__init__()
-        self.slow = slow
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(make, route) for _ in range(LAYERS))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            if self.slow:
-                time.sleep(random.SystemRandom().random() * 0.004)
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def loss(self, ids: Tensor) -> Tensor:
-        logits = self(ids[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-
-    def training_step(self, ids: Tensor, index: int) -> Tensor:
-        loss = self.loss(ids)
-        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
-
-    def validation_step(self, ids: Tensor, index: int) -> None:
-        self.log("val_loss", self.loss(ids), sync_dist=True)
+        super().__init__((Block(make, route) for _ in range(LAYERS)), slow)
 
     def configure_optimizers(self) -> Any:
         if self.dtype == torch.float64:
@@ -240,43 +221,30 @@ def uneven(seed: int, sizes: list[int], replica: int) -> DataLoader:
     return DataLoader(Tokens(seed, 32), batch_sampler=batches)
 
 
-def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Record:
+def run(row: str, strategy: Any, ranks: int, resumes: Path | None = None, **options: Any) -> Record:
     make, _, settings = ROWS[row]
     L.seed_everything(0, verbose=False)
     module = make()
-    path = options.pop("ckpt_path", None)
     callbacks = [each() for each in settings.get("callbacks", ())]
     callbacks += options.pop("callbacks", [])
     fit = trainer(strategy, ranks, **{**FIXED, **settings, **options, "callbacks": callbacks})
-    replica = 0
-    if g_data > 1:
-        from mpi4py import MPI
-
-        replica = MPI.COMM_WORLD.rank * g_data // ranks
-    data = loader(1, g_data, 4, replica), loader(2, g_data, 2, replica)
+    data = loaders(fit)
     if row in UNEVEN:  # The last batches of one replica make fewer micro-batches.
+        replica = fit.strategy.distributed_sampler_kwargs["rank"]
         sizes = ([4, 4, 3], [4, 3]) if replica == 0 else ([4, 4, 1], [4, 2])
         data = uneven(1, sizes[0], replica), uneven(2, sizes[1], replica)
-    fit.fit(module, *data, ckpt_path=path)
+    fit.fit(module, *data, ckpt_path=resumes)
     return recorded(fit, module)
 
 
-def half_way(folder: Path, strategy: Any, ranks: int, g_data: int) -> None:
+def half_way(folder: Path, strategy: Any, ranks: int) -> None:
     """Train the first of two epochs, and save."""
-    run("averaged", strategy, ranks, g_data, max_epochs=1, callbacks=[Saves(folder)])
+    run("averaged", strategy, ranks, max_epochs=1, callbacks=[Saves(folder)])
 
 
-def resumed(folder: Path, strategy: Any, ranks: int, g_data: int) -> Record:
+def resumed(folder: Path, strategy: Any, ranks: int) -> Record:
     """The second epoch, from a checkpoint."""
-    return run("averaged", strategy, ranks, g_data, ckpt_path=folder / "half.ckpt")
-
-
-class Saves(L.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_fit_end(self, run: L.Trainer, *_: Any) -> None:
-        run.save_checkpoint(self.folder / "half.ckpt")
+    return run("averaged", strategy, ranks, folder / "half.ckpt")
 
 
 class Looks(L.Callback):
@@ -293,7 +261,7 @@ class Looks(L.Callback):
 def facts(row: str, experts: int, **others: Any) -> dict[str, Any]:
     looks, options = Looks(), {**spread(experts, ROWS[row][1]), **others}
     with Traffic.counted() as traffic:
-        run(row, AxoSparseStrategy(2, 2, **options), 4, 2, callbacks=[looks], max_steps=2)
+        run(row, AxoSparseStrategy(2, 2, **options), 4, callbacks=[looks], max_steps=2)
     return {**vars(looks), "sent": traffic.tokens, "not sent": traffic.kept}
 
 
@@ -303,7 +271,7 @@ def beside_steps(folder: Path) -> dict[str, Any]:
     found["slices"] = facts("Mixtral", 2)
     found["not spread"] = facts("Mixtral", 1)
     found["recomputed"] = facts("own", 2, recompute=1)
-    half_way(folder, AxoSparseStrategy(2, 2, **spread(2, OWN)), 4, 2)
+    half_way(folder, AxoSparseStrategy(2, 2, **spread(2, OWN)), 4)
     ways = {
         "here": (2, spread(2, OWN)),
         "not spread": (2, {"pipeline": "blocks"}),
@@ -311,7 +279,7 @@ def beside_steps(folder: Path) -> dict[str, Any]:
     }
     for way, (g_inter, options) in ways.items():
         strategy = AxoSparseStrategy(g_inter, 2, **options)
-        found[f"resumed, {way}"] = resumed(folder, strategy, 4, 4 // g_inter)
+        found[f"resumed, {way}"] = resumed(folder, strategy, 4)
     found["through a folder"] = through_a_folder(folder / "folder.ckpt")
     return found
 
@@ -327,18 +295,18 @@ def on_grid(g_inter: int, g_tensor: int) -> dict[str, tuple[Record, Record | Non
     for row in rows_of(g_tensor):
         options = {"g_inter": g_inter, "microbatches": 2, "tensor_parallel": g_tensor}
         options.update(spread(2, ROWS[row][1]))
-        over_two = run(row, AxoSparseStrategy(**options), ranks, 2)
+        over_two = run(row, AxoSparseStrategy(**options), ranks)
         whole = None
         if row in REPLICATED:
             del options["expert_parallel"]
-            whole = run(row, AxoSparseStrategy(**options), ranks, 2)
+            whole = run(row, AxoSparseStrategy(**options), ranks)
         found[row] = over_two, whole
     return found
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Record]:
-    return {row: run(row, "auto", 1, 1) for row in ROWS.keys() - REPLICATED}
+    return {row: run(row, "auto", 1) for row in ROWS.keys() - REPLICATED}
 
 
 @pytest.mark.slow
@@ -350,8 +318,7 @@ def test_two_replicas_share_experts_and_train_as_one_process(
     wrong = {}
     for row in rows_of(g_tensor):
         tolerance = 1e-10 if "precision" in ROWS[row][2] else 1e-5
-        # A replica's loss is that of its part of the batch.
-        losses = [fmean(e) for e in zip(*(found[row][0].losses for found in ranks), strict=True)]
+        losses = mean_losses(found[row][0] for found in ranks)
         for found in ranks:
             spread, whole = found[row]
             if whole is None:
@@ -372,18 +339,16 @@ def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
     four: Any, tmp_path: Path
 ) -> None:
     ranks, folder = four
-    half_way(tmp_path, "auto", 1, 1)
-    expected = resumed(tmp_path, "auto", 1, 1)
-    ours, theirs = (
-        torch.load(path / "half.ckpt", weights_only=False) for path in (folder, tmp_path)
-    )
+    half_way(tmp_path, "auto", 1)
+    expected = resumed(tmp_path, "auto", 1)
+    ours, theirs = loaded(folder / "half.ckpt", tmp_path / "half.ckpt")
     for state in ("state_dict", "current_model_state"):
         torch.testing.assert_close(ours[state], theirs[state], atol=1e-12, rtol=0)
     mine, other = (saved["optimizer_states"][0] for saved in (ours, theirs))
     torch.testing.assert_close(mine["state"], other["state"], atol=1e-12, rtol=0)
-    loaded = Own.load_from_checkpoint(folder / "half.ckpt", weights_only=False)
-    torch.testing.assert_close(loaded.state_dict(), theirs["state_dict"], atol=1e-6, rtol=0)
-    records = [resumed(folder, "auto", 1, 1)]
+    again = Own.load_from_checkpoint(folder / "half.ckpt", weights_only=False)
+    torch.testing.assert_close(again.state_dict(), theirs["state_dict"], atol=1e-6, rtol=0)
+    records = [resumed(folder, "auto", 1)]
     for found in ranks:
         records += [found[f"resumed, {way}"] for way in ("here", "not spread", "over four")]
     for record in records:
@@ -404,16 +369,16 @@ def through_a_folder(path: Path) -> Record:
     """Two epochs, the second on another grid, from a folder to which each stage has written."""
     options = {**spread(2, HUGGING_FACE), "tensor_parallel": 2}
     strategy = AxoSparseStrategy(1, 2, save_distributed_checkpoint=True, **options)
-    run("Mixtral", strategy, 4, 2, max_epochs=1, callbacks=[SavesFirst(path)])
+    run("Mixtral", strategy, 4, max_epochs=1, callbacks=[SavesFirst(path)])
     strategy = AxoSparseStrategy(2, 2, pipeline="network.model.layers")
-    return run("Mixtral", strategy, 4, 2, ckpt_path=path)
+    return run("Mixtral", strategy, 4, path)
 
 
 @pytest.mark.slow
 def test_a_checkpoint_may_be_a_folder(four: Any, tmp_path: Path) -> None:
     # From a file, as loading into a module of float32 rounds.
-    run("Mixtral", "auto", 1, 1, max_epochs=1, callbacks=[SavesFirst(tmp_path / "alone.ckpt")])
-    expected = run("Mixtral", "auto", 1, 1, ckpt_path=tmp_path / "alone.ckpt")
+    run("Mixtral", "auto", 1, max_epochs=1, callbacks=[SavesFirst(tmp_path / "alone.ckpt")])
+    expected = run("Mixtral", "auto", 1, tmp_path / "alone.ckpt")
     ranks, folder = four
     for found in ranks:
         for name, weight in expected.weights.items():

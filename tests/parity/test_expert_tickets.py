@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import difference
+from tests.parity.cases import difference, mean_losses
 from tests.parity.test_expert_parallel import HUGGING_FACE, OWN, Mixtral, Own, Qwen, spread
 from tests.parity.test_tensor_tickets import EARLY, F64, GRADUAL, RATIO, Found, Row, run
 from tests.ranks import run_ranks
@@ -39,7 +38,7 @@ def on_grid(g_inter: int, g_tensor: int) -> dict[str, Found]:
         case = ROWS[row]
         options = spread(2, case[1])
         strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=g_tensor, **options)
-        found[row] = run(case, strategy, 2 * g_inter * g_tensor, 2)
+        found[row] = run(case, strategy, 2 * g_inter * g_tensor)
     return found
 
 
@@ -52,7 +51,7 @@ def _split(name: str) -> int | None:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
-    return {row: run(case, AxoSparseStrategy(1, 2), 1, 1) for row, case in ROWS.items()}
+    return {row: run(case, AxoSparseStrategy(1, 2), 1) for row, case in ROWS.items()}
 
 
 @pytest.mark.slow
@@ -65,8 +64,7 @@ def test_spread_experts_are_pruned_as_on_one_process(
     for row in ranks[0]:
         expected, ticket, _ = alone[row]
         assert ticket.sparsity == pytest.approx(RATIO, abs=1e-3)
-        # A replica's loss is that of its part of the batch.
-        losses = [fmean(e) for e in zip(*(found[row][0].losses for found in ranks), strict=True)]
+        losses = mean_losses(found[row][0] for found in ranks)
         for rank, found in enumerate(ranks):
             record, drawn, kept = found[row]
             record.losses = losses

@@ -14,11 +14,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, recorded, share, trainer
 from tests.parity.networks import VOCABULARY
 from tests.ranks import run_ranks
 
@@ -102,14 +101,12 @@ def train(row: str, ranks: int) -> Record:
         max_epochs=1,
         use_distributed_sampler=False,
     )
-    places: Any = run.strategy.distributed_sampler_kwargs
     generator = torch.Generator().manual_seed(3)
     samples = BATCH * STEPS - ("uneven" in row)
     ids = torch.randint(1, VOCABULARY, (samples, LENGTH), generator=generator)
-    sampler = DistributedSampler(ids, shuffle=False, **places)
     wide = Tensor.double if precision == "64-true" else Tensor.float
     with mock.patch.object(Tensor, "float", wide):
-        run.fit(module, DataLoader(ids, BATCH // places["num_replicas"], sampler=sampler))
+        run.fit(module, share(run, ids, BATCH))
     return recorded(run, module)
 
 
@@ -215,12 +212,10 @@ def pass_experts(
         max_epochs=2,
         use_distributed_sampler=False,
     )
-    places: Any = run.strategy.distributed_sampler_kwargs
     samples = torch.randn(BATCH * STEPS, WIDTH, generator=torch.Generator().manual_seed(3))
     numbers = torch.arange(len(samples))
     samples[:, 0] = torch.where((numbers % BATCH == 0) & (numbers // BATCH != 2), 1.0, -1.0)
-    sampler = DistributedSampler(samples, shuffle=False, **places)  # type: ignore[arg-type, var-annotated]
-    run.fit(module, DataLoader(samples, BATCH // places["num_replicas"], sampler=sampler))  # type: ignore[arg-type]
+    run.fit(module, share(run, samples, BATCH))
     return recorded(run, module), module.gradients
 
 

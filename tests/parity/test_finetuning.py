@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning, ModelCheckpoint
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Net, Record, difference, fit, trainer
+from tests.parity.cases import Net, Record, difference, fit, loaded, trainer
 from tests.ranks import run_ranks
 
 UNFROZEN = 1
@@ -62,10 +62,7 @@ def test_a_backbone_is_unfrozen_and_resumed(tmp_path: Path) -> None:
         for record, theirs in zip(records, expected, strict=True):
             assert difference(record, theirs) <= 1e-12
     for epoch in range(3):
-        mine, theirs = (
-            torch.load(folder / f"epoch={epoch}.ckpt", weights_only=False)
-            for folder in (ours, plain)
-        )
+        mine, theirs = loaded(*(folder / f"epoch={epoch}.ckpt" for folder in (ours, plain)))
         for here, there in zip(mine["optimizer_states"], theirs["optimizer_states"], strict=True):
             assert here["param_groups"] == there["param_groups"]
             torch.testing.assert_close(here["state"], there["state"], rtol=0, atol=1e-12)

@@ -11,10 +11,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_axosparse import AxoSparseStrategy, GradualPruning
-from tests.parity.cases import BATCH, BATCHES, EPOCHS, Net, Record, loader, recorded, trainer
+from tests.parity.cases import BATCHES, EPOCHS, Net, Record, loader, recorded, share, trainer
 from tests.ranks import run_ranks
 
 RATIO, START, EVERY, END, CLIP = 0.6, 4, 3, 15, 0.5
@@ -63,11 +62,7 @@ def train(
         gradient_clip_val=CLIP,
     )
     module = Net(outer=True, tied=True).double()
-    places = run.strategy.distributed_sampler_kwargs
-    data = loader(1)
-    sampler = DistributedSampler(data.dataset, shuffle=False, **places)  # type: ignore[arg-type]
-    part = DataLoader(data.dataset, BATCH // places["num_replicas"], sampler=sampler)
-    run.fit(module, part, ckpt_path=resumed, weights_only=False)
+    run.fit(module, share(run, loader(1).dataset), ckpt_path=resumed, weights_only=False)
     return recorded(run, module), draw, sizes.kept
 
 

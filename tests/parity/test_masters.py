@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.sparse.module.optimizer_state import MASTER
-from tests.parity.cases import Net, Record, loader, trainer, whole_state
+from tests.parity.cases import Net, Record, loader, recorded, trainer
 from tests.ranks import run_ranks
 
 EPOCHS, STOP = 4, 3
@@ -48,9 +48,7 @@ def train(row: Any, ranks: int, folder: Path, epochs: int, resume: Path | None =
     )
     model = ROWS[row](outer=True, tied=True)
     run.fit(model, loader(1), ckpt_path=resume, weights_only=False)
-    record: Record = run.callbacks[0].record
-    record.weights = whole_state(run, model)
-    return record
+    return recorded(run, model)
 
 
 def stop(folder: Path) -> None:

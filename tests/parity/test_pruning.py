@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Net, Record, difference, fit, trainer
+from tests.parity.cases import Net, Record, difference, fit, loaded, trainer
 
 CASES: dict[str, dict[str, Any]] = {
     "rewound to the first weights": {},
@@ -53,10 +53,7 @@ def test_pruning_of_all_stages_in_one_process(case: str, tmp_path: Path) -> None
         record, expected = train(case, ours, strategy, epoch), train(case, plain, "auto", epoch)
         assert difference(record, expected) <= 1e-12
     for epoch in range(3):
-        mine, theirs = (
-            torch.load(folder / f"epoch={epoch}.ckpt", weights_only=False)
-            for folder in (ours, plain)
-        )
+        mine, theirs = loaded(*(folder / f"epoch={epoch}.ckpt" for folder in (ours, plain)))
         assert mine["state_dict"].keys() == theirs["state_dict"].keys()
         torch.testing.assert_close(mine["state_dict"], theirs["state_dict"], rtol=1e-12, atol=1e-12)
         assert float((mine["state_dict"].get("model.2.weight", torch.zeros(1)) == 0).sum()) > 0

@@ -16,7 +16,16 @@ from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.callbacks.report.report import TrainingReport
-from tests.parity.cases import Net, Record, difference, fit, loader, trainer
+from tests.parity.cases import (
+    Net,
+    Record,
+    difference,
+    fit,
+    loaded,
+    loader,
+    mean_losses,
+    trainer,
+)
 from tests.ranks import run_ranks
 
 EPOCHS, DRAW = 3, 1
@@ -126,12 +135,11 @@ def of_all(records: list[Record], expected: Record, is_even: bool) -> Record:
         ]
         known = {"losses": expected.losses, "logged": expected.logged, "validated": validated}
         return replace(records[0], **known)
-    losses = np.mean([record.losses for record in records], 0).tolist()
     logged = [
         {name: float(np.mean([each[name] for each in of_ranks])) for name in of_ranks[0]}
         for of_ranks in zip(*(record.logged for record in records), strict=True)
     ]
-    return replace(records[0], losses=losses, logged=logged)
+    return replace(records[0], losses=mean_losses(records), logged=logged)
 
 
 def train_rows(ranks: int, folder: Path) -> dict[Any, Any]:
@@ -183,9 +191,7 @@ def test_a_run_that_moves_equals_one_that_does_not(row: str, runs: Any, folder: 
         torch.testing.assert_close(moved["predicted"], stayed["predicted"], rtol=0, atol=1e-12)
     for epoch in range(EPOCHS):
         folders = folder / unmoved(row) / "stayed", folder / row / "moved"
-        stayed, moved = (
-            torch.load(path / f"epoch={epoch}.ckpt", weights_only=False) for path in folders
-        )
+        stayed, moved = loaded(*(path / f"epoch={epoch}.ckpt" for path in folders))
         for state in (stayed, moved):
             state["state_dict"] = without_metric(state["state_dict"])
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):

@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -26,10 +25,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_axosparse import AxoSparseStrategy, TensorParallel
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, loaded, mean_losses, recorded, share, trainer
 from tests.ranks import run_ranks
 
 VOCABULARY, WIDTH, LAYERS, LENGTH, HEADS = 24, 16, 2, 6, 4
@@ -84,29 +83,15 @@ def plan(sequence: bool) -> dict[str, Any]:
     }
 
 
-class Own(L.LightningModule):
-    """A transformer as it is written for Lightning's ModelParallelStrategy."""
+class Language(L.LightningModule):
+    """Such blocks between an embedding and a head."""
 
-    def __init__(self, sequence: bool = False, slow: bool = False) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], slow: bool = False) -> None:
         super().__init__()
-        self.sequence, self.slow = sequence, slow
+        self.slow = slow
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(blocks)
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def configure_model(self) -> None:
-        if self.device_mesh is None:
-            return
-        mesh, self.replicas = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
-        for block in self.blocks:
-            parallelize_module(block, mesh, plan(self.sequence))
-        if self.sequence:
-            outer: dict[str, Any] = {
-                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-                "norm": SequenceParallel(),
-                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-            }
-            parallelize_module(self, mesh, outer)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -130,6 +115,28 @@ class Own(L.LightningModule):
 
     def predict_step(self, ids: Tensor, index: int) -> Tensor:
         return self(ids)
+
+
+class Own(Language):
+    """A transformer as it is written for Lightning's ModelParallelStrategy."""
+
+    def __init__(self, sequence: bool = False, slow: bool = False) -> None:
+        super().__init__((Block() for _ in range(LAYERS)), slow)
+        self.sequence = sequence
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None:
+            return
+        mesh, self.replicas = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            parallelize_module(block, mesh, plan(self.sequence))
+        if self.sequence:
+            outer: dict[str, Any] = {
+                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+                "norm": SequenceParallel(),
+                "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            }
+            parallelize_module(self, mesh, outer)
 
     def configure_optimizers(self) -> Any:
         if self.dtype == torch.float64:
@@ -212,11 +219,9 @@ class Tokens(Dataset):
         return self.ids[index]
 
 
-def loader(seed: int, g_data: int = 1, batches: int = 4, replica: int = 0) -> DataLoader:
-    """One process's batches are those of all replicas, joined."""
-    tokens = Tokens(seed, batches * 8)
-    sampler = DistributedSampler(tokens, g_data, replica, shuffle=False)
-    return DataLoader(tokens, batch_size=8 // g_data, sampler=sampler)
+def loaders(run: L.Trainer) -> tuple[DataLoader, DataLoader]:
+    """What a replica trains on, and what it validates on."""
+    return share(run, Tokens(1, 32), 8), share(run, Tokens(2, 16), 8)
 
 
 # Lightning's own sampler would shuffle where there are replicas.
@@ -240,17 +245,12 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def run(row: str, strategy: Any, ranks: int, g_data: int, **options: Any) -> Record:
+def run(row: str, strategy: Any, ranks: int, resumes: Path | None = None, **options: Any) -> Record:
     make, _, settings = ROWS[row]
     L.seed_everything(0, verbose=False)
     module = make()
     fit = trainer(strategy, ranks, **{**FIXED, **settings, **options})
-    replica = 0
-    if g_data > 1:
-        from mpi4py import MPI
-
-        replica = MPI.COMM_WORLD.rank * g_data // ranks
-    fit.fit(module, loader(1, g_data, 4, replica), loader(2, g_data, 2, replica))
+    fit.fit(module, *loaders(fit), ckpt_path=resumes)
     return recorded(fit, module)
 
 
@@ -259,44 +259,45 @@ def on_grid(rows: Iterable[str], g_data: int) -> dict[str, Record]:
     found = {}
     for row in rows:
         strategy = AxoSparseStrategy(2, 2, tensor_parallel=2, **ROWS[row][1])
-        found[row] = run(row, strategy, 4 * g_data, g_data)
+        found[row] = run(row, strategy, 4 * g_data)
     return found
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
-    half_way(folder, AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN), 4)
-    found: dict[str, Any] = {"predicted": predicted(4), "facts": facts(4)}
+    def strategy() -> AxoSparseStrategy:
+        return AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN)
+
+    half_way(folder, strategy(), 4)
+    found = {"predicted": predicted(strategy(), 4), "facts": facts(strategy(), 4)}
     for how, stages in (("resumed", 2), ("resumed elsewhere", 1)):
-        strategy = AxoSparseStrategy(stages, 2, tensor_parallel=4 // stages, **OWN)
-        found[how] = resumed(folder, strategy, 4)
+        grid = AxoSparseStrategy(stages, 2, tensor_parallel=4 // stages, **OWN)
+        found[how] = resumed(folder, grid, 4)
     return {**found, "rows": on_grid(ROWS, 1)}
 
 
-SGD: dict[str, Any] = {"precision": "64-true"}
+class Saves(L.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_fit_end(self, run: L.Trainer, *_: Any) -> None:
+        run.save_checkpoint(self.folder / "half.ckpt")
 
 
 def half_way(folder: Path, strategy: Any, ranks: int) -> None:
     """Train the first of two epochs, and save."""
-    L.seed_everything(0, verbose=False)
-    module = Own()
-    fit = trainer(strategy, ranks, max_epochs=1, **SGD)
-    fit.fit(module, loader(1), loader(2, batches=2))
-    fit.save_checkpoint(folder / "half.ckpt")
+    run("own, float64", strategy, ranks, max_epochs=1, callbacks=[Saves(folder)])
 
 
 def resumed(folder: Path, strategy: Any, ranks: int) -> Record:
     """The second epoch, from a checkpoint."""
-    L.seed_everything(1, verbose=False)
-    module = Own()
-    fit = trainer(strategy, ranks, max_epochs=2, **SGD)
-    fit.fit(module, loader(1), loader(2, batches=2), ckpt_path=folder / "half.ckpt")
-    return recorded(fit, module)
+    return run("own, float64", strategy, ranks, folder / "half.ckpt")
 
 
-def predicted(ranks: int) -> list[Tensor]:
+def predicted(strategy: Any, ranks: int) -> list[Tensor]:
     L.seed_everything(0, verbose=False)
-    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, tensor_parallel=2, **OWN)
-    return trainer(strategy, ranks, **SGD).predict(Own(), loader(3, batches=2))
+    return trainer(strategy, ranks, precision="64-true").predict(
+        Own(), DataLoader(Tokens(3, 16), 8)
+    )
 
 
 class Looks(L.Callback):
@@ -310,11 +311,9 @@ class Looks(L.Callback):
         self.kept_by_torch = _get_work_registry_size()
 
 
-def facts(ranks: int) -> dict[str, Any]:
+def facts(strategy: Any, ranks: int) -> dict[str, Any]:
     looks = Looks()
-    strategy = AxoSparseStrategy(g_inter=2, microbatches=2, tensor_parallel=2, **OWN)
-    run = trainer(strategy, ranks, max_steps=1, callbacks=[looks])
-    run.fit(Own(sequence=True), loader(1))
+    run("sequence parallel", strategy, ranks, max_steps=1, callbacks=[looks])
     return vars(looks)
 
 
@@ -364,18 +363,18 @@ def test_many_steps_with_sleeping_ranks_neither_hang_nor_differ() -> None:
 
 
 def on_two_ranks() -> Record:
-    return run("own, float64", AxoSparseStrategy(1, 2, tensor_parallel=2, **OWN), 2, 1)
+    return run("own, float64", AxoSparseStrategy(1, 2, tensor_parallel=2, **OWN), 2)
 
 
 def test_two_ranks_share_layers_and_train_as_one_process() -> None:
-    expected = run("own, float64", "auto", 1, 1)
+    expected = run("own, float64", "auto", 1)
     for record in run_ranks(2, on_two_ranks):
         assert difference(record, expected) <= 1e-10
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Record]:
-    return {row: run(row, "auto", 1, 1) for row in ROWS}
+    return {row: run(row, "auto", 1) for row in ROWS}
 
 
 @pytest.fixture(scope="module")
@@ -402,8 +401,7 @@ def test_two_stages_of_two_ranks_train_as_one_process(
 def compare(ranks: list[dict[str, Record]], alone: dict[str, Record]) -> None:
     for row in ranks[0]:
         tolerance = 1e-10 if "precision" in ROWS[row][2] else 1e-5
-        # A replica's loss is that of its part of the batch.
-        losses = [fmean(each) for each in zip(*(found[row].losses for found in ranks), strict=True)]
+        losses = mean_losses(found[row] for found in ranks)
         for found in ranks:
             found[row].losses = losses
             assert difference(found[row], alone[row]) <= tolerance, row
@@ -416,9 +414,7 @@ def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
     ranks, folder = two_by_two
     half_way(tmp_path, "auto", 1)
     expected = resumed(tmp_path, "auto", 1)
-    ours, theirs = (
-        torch.load(path / "half.ckpt", weights_only=False) for path in (folder, tmp_path)
-    )
+    ours, theirs = loaded(folder / "half.ckpt", tmp_path / "half.ckpt")
     torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], atol=1e-12, rtol=0)
     mine, other = (saved["optimizer_states"][0] for saved in (ours, theirs))
     torch.testing.assert_close(mine["state"], other["state"], atol=1e-12, rtol=0)
@@ -429,8 +425,7 @@ def test_a_checkpoint_is_that_of_one_process_and_resumes_on_other_grids(
 
 @pytest.mark.slow
 def test_every_rank_gets_the_predictions_of_one_process(two_by_two: Any) -> None:
-    L.seed_everything(0, verbose=False)
-    expected = trainer(**SGD).predict(Own(), loader(3, batches=2))
+    expected = predicted("auto", 1)
     for found in two_by_two[0]:
         torch.testing.assert_close(found["predicted"], expected, atol=1e-12, rtol=0)
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -18,8 +17,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning, Ticket
-from tests.parity.cases import Record, difference, recorded, trainer
-from tests.parity.test_tensor_parallel import FIXED, LLAMA, OWN, Hooked, Llama, Own, loader
+from tests.parity.cases import Record, difference, mean_losses, recorded, trainer
+from tests.parity.test_tensor_parallel import FIXED, LLAMA, OWN, Hooked, Llama, Own, loaders
 from tests.ranks import run_ranks
 
 RATIO, EPOCHS = 0.6, 3
@@ -70,9 +69,7 @@ Found = tuple[Record, Ticket, Kept]
 Row = tuple[Any, dict[str, Any], Callable[[], L.Callback], dict[str, Any]]
 
 
-def run(
-    row: Row, strategy: Any, ranks: int, g_data: int, folder: Path | None = None, **resumed: Any
-) -> Found:
+def run(row: Row, strategy: Any, ranks: int, folder: Path | None = None, **resumed: Any) -> Found:
     make, _, pruning, settings = row
     L.seed_everything(0, verbose=False)
     # Loaded as they are saved: Lightning loads weights before precision converts the module.
@@ -82,13 +79,7 @@ def run(
         callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
     options = {**FIXED, "max_epochs": EPOCHS, "enable_checkpointing": folder is not None}
     fit = trainer(strategy, ranks, **{**options, **settings}, callbacks=callbacks)
-    replica = 0
-    if g_data > 1:
-        from mpi4py import MPI
-
-        replica = MPI.COMM_WORLD.rank * g_data // ranks
-    data = loader(1, g_data, 4, replica), loader(2, g_data, 2, replica)
-    fit.fit(module, *data, weights_only=False, **resumed)
+    fit.fit(module, *loaders(fit), weights_only=False, **resumed)
     return recorded(fit, module), draw.ticket, counts.kept
 
 
@@ -97,28 +88,28 @@ def on_grid(rows: Iterable[str], g_data: int) -> dict[str, Found]:
     found = {}
     for row in rows:
         strategy = AxoSparseStrategy(2, 2, tensor_parallel=2, **ROWS[row][1])
-        found[row] = run(ROWS[row], strategy, 4 * g_data, g_data)
+        found[row] = run(ROWS[row], strategy, 4 * g_data)
     return found
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
     """What one replica trains, what it resumes, and what a rank of two replicas keeps."""
     row, resumed = ROWS["by saliency, clipped"], {}
-    run(row, AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN), 4, 1, folder)
+    run(row, AxoSparseStrategy(2, 2, tensor_parallel=2, **OWN), 4, folder)
     # While weights are pruned, and once the ticket is drawn; here, and on another grid.
     for epoch in (0, 1):
         for name, g_inter in (("here", 2), ("elsewhere", 1)):
             strategy = AxoSparseStrategy(g_inter, 2, tensor_parallel=4 // g_inter, **OWN)
             path = folder / f"epoch={epoch}.ckpt"
-            resumed[f"{name}, {epoch}"] = run(row, strategy, 4, 1, ckpt_path=path)
+            resumed[f"{name}, {epoch}"] = run(row, strategy, 4, ckpt_path=path)
     replicas = AxoSparseStrategy(1, 2, tensor_parallel=2, **OWN)
-    kept = run(ROWS["gradual"], replicas, 4, 2)[2]
+    kept = run(ROWS["gradual"], replicas, 4)[2]
     return {"rows": on_grid(ROWS, 1), "resumed": resumed, "kept": kept}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Found]:
-    return {row: run(case, AxoSparseStrategy(1, 2), 1, 1) for row, case in ROWS.items()}
+    return {row: run(case, AxoSparseStrategy(1, 2), 1) for row, case in ROWS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +131,7 @@ def test_shared_weights_are_pruned_as_on_one_process(
     for row in ranks[0]:
         expected, ticket, _ = alone[row]
         assert ticket.sparsity == pytest.approx(RATIO, abs=1e-3)
-        # A replica's loss is that of its part of the batch.
-        losses = [
-            fmean(each) for each in zip(*(found[row][0].losses for found in ranks), strict=True)
-        ]
+        losses = mean_losses(found[row][0] for found in ranks)
         for found in ranks:
             record, drawn, _ = found[row]
             record.losses = losses

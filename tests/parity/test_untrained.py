@@ -9,10 +9,9 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
-from tests.parity.cases import BATCH, Net, Record, loader, recorded, trainer
+from tests.parity.cases import Net, Record, loader, recorded, share, trainer
 from tests.ranks import run_ranks
 
 UNTRAINED = {"model.0.deeper.weight", "model.4.deeper.weight", "unused.weight"}
@@ -55,11 +54,9 @@ def train(pruning: str, ranks: int, **grid: Any) -> tuple[Record, Any, list[str]
         use_distributed_sampler=False,
     )
     module = Deep().double()
-    data, places = loader(1), run.strategy.distributed_sampler_kwargs
-    sampler = DistributedSampler(data.dataset, shuffle=False, **places)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        run.fit(module, DataLoader(data.dataset, BATCH // places["num_replicas"], sampler=sampler))
+        run.fit(module, share(run, loader(1).dataset))
     told = [str(each.message) for each in said if "left dense" in str(each.message)]
     return recorded(run, module), callback.ticket, told
 

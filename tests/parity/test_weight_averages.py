@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from lightning_axosparse import AxoSparseStrategy, TensorParallel
 from lightning_axosparse.checkpoint.consolidate import consolidate
-from tests.parity.cases import CLASSES, Net, Record, difference, fit, trainer
+from tests.parity.cases import CLASSES, Net, Record, difference, fit, loaded, trainer
 from tests.ranks import run_ranks
 
 
@@ -117,11 +117,8 @@ def test_averages_are_those_of_one_process(
         for one, other in zip(expected, records[grid, name], strict=True):
             assert difference(one, other) <= 1e-12
     file = f"{name} epoch={STOP - 1}.ckpt"
-    ours = folder / grid / file
-    ours, theirs = (
-        torch.load(path, weights_only=False)
-        for path in (consolidate(ours) if ours.is_dir() else ours, tmp_path / file)
-    )
+    saved = folder / grid / file
+    ours, theirs = loaded(consolidate(saved) if saved.is_dir() else saved, tmp_path / file)
     assert ours.keys() == theirs.keys()
     averaged = [each["callbacks"].get("StochasticWeightAveraging") for each in (ours, theirs)]
     compared = [(ours[k], theirs[k]) for k in ("state_dict", "current_model_state") if k in ours]
