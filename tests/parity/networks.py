@@ -22,7 +22,8 @@ VOCABULARY, WIDTH, POSITIONS = 23, 16, 16
 _HIDDEN, _HEADS = 24, 2
 
 
-def _decoder(layers: int) -> dict[str, Any]:
+def decoder(layers: int) -> dict[str, Any]:
+    """Sizes as the configurations of decoders name them."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
@@ -76,12 +77,12 @@ def bert(layers: int) -> nn.Module:
 
 
 def llama(layers: int) -> nn.Module:
-    return in_float64(LlamaForCausalLM(LlamaConfig(**_decoder(layers))))
+    return in_float64(LlamaForCausalLM(LlamaConfig(**decoder(layers))))
 
 
 def mixtral(layers: int) -> nn.Module:
     config = MixtralConfig(
-        **_decoder(layers),
+        **decoder(layers),
         num_local_experts=3,
         num_experts_per_tok=2,
         output_router_logits=True,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.checkpoint.consolidate import consolidate
 from tests.parity.cases import Net, Record, loader, recorded, share, trainer
 from tests.ranks import run_ranks
@@ -34,8 +35,6 @@ def train(
     grid: str, ticket: int | None, epochs: int, folder: Path, resume: Path | None = None
 ) -> tuple[Record, dict[str, Any]]:
     """Train on a grid; the global batch is the same on each."""
-    from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-
     g_inter, ranks = GRIDS[grid]
     L.seed_everything(0, verbose=False)
     draw = (

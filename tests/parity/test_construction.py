@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import nn
 
-from lightning_axosparse import GradualPruning, Ticket
+from lightning_axosparse import AxoSparseStrategy, GradualPruning, Ticket
 from tests.parity.cases import EPOCHS, Net, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -75,8 +75,6 @@ class Sizes(Callback):
 
 def adopted(g_inter: int, ranks: int, folder: Path) -> dict[str, Any]:
     """Train with a ticket from the start, and go on from the checkpoint of the first epoch."""
-    from lightning_axosparse import AxoSparseStrategy
-
     masks = {
         f"model.{layer}.weight": torch.arange(size).view(24, -1) % 3 == 0
         for layer, size in ((0, 288), (2, 576))
@@ -102,8 +100,6 @@ def adopted(g_inter: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 def on_three_ranks(folder: Path) -> dict[str, Any]:
-    from lightning_axosparse import AxoSparseStrategy
-
     found = train(AxoSparseStrategy(g_inter=3, microbatches=2), 3, folder / "dense")
     return {**found, **adopted(3, 3, folder / "pruned")}
 

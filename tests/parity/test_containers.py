@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import (
-    ResNetConfig,
-    ResNetForImageClassification,
-)
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity.cases import Record, difference, recorded, trainer

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.support import dense_products
 from tests.parity.cases import Record, difference, recorded, share, trainer
 from tests.ranks import run_ranks
@@ -69,8 +70,6 @@ STAGES = {"2x1": 2, "1x2": 1}
 
 
 def train_all() -> dict[str, dict[str, tuple[Record, int]]]:
-    from lightning_axosparse import AxoSparseStrategy
-
     return {
         grid: {name: train(AxoSparseStrategy(stages, 2, **way), 2) for name, way in WAYS.items()}
         for grid, stages in STAGES.items()
@@ -106,8 +105,6 @@ def test_products_by_onednn_are_one_process_and_change_no_bit_among_schedules(
 
 
 def test_one_rank_runs_them_until_its_run_ends(expected: Record) -> None:
-    from lightning_axosparse import AxoSparseStrategy
-
     kernels = torch._C._dispatch_dump("aten::mm")
     record, calls = train(AxoSparseStrategy())
     assert torch._C._dispatch_dump("aten::mm") == kernels

@@ -14,29 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Record, difference, recorded, trainer
-from tests.parity.networks import in_float64
+from tests.parity.networks import VOCABULARY, WIDTH, decoder, in_float64
 from tests.ranks import run_ranks
 
-VOCABULARY, WIDTH, LENGTH, LAYERS = 23, 16, 10, 4
+LENGTH, LAYERS = 10, 4
 BATCH, STEPS, RANKS = 6, 5, 3
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 16,
-    "use_cache": False,
-}
 
 
 class Case(L.LightningModule):
@@ -64,7 +50,8 @@ class Inspected(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        config = LlamaConfig(**SIZES, attn_implementation="eager")
+        options = {"use_cache": False, "attn_implementation": "eager"}
+        config = LlamaConfig(**decoder(LAYERS), **options)
         self.network = in_float64(LlamaForCausalLM(config))
 
     def loss(self, ids: Tensor) -> Tensor:

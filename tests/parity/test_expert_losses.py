@@ -31,10 +31,11 @@ from transformers import (
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Record, difference, free_port, join_ddp, recorded, trainer
-from tests.parity.networks import in_float64
+from tests.parity.networks import VOCABULARY as WORDS
+from tests.parity.networks import WIDTH, decoder, in_float64
 from tests.ranks import run_ranks
 
-WORDS, WIDTH, LENGTH, LAYERS, PADDING = 23, 16, 10, 4, 0
+LENGTH, LAYERS, PADDING = 10, 4, 0
 BATCH, SAMPLES = 6, 22
 """Micro-batches of two samples; the last batch has four."""
 
@@ -196,14 +197,8 @@ def test_a_declared_mean_lets_stages_hold_few_micro_batches(
 
 
 SIZES = {
-    "vocab_size": WORDS,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
+    **decoder(LAYERS),
     "head_dim": 8,
-    "max_position_embeddings": 16,
     "use_cache": False,
     "pad_token_id": PADDING,
     "output_router_logits": True,

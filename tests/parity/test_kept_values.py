@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning as L
 import pytest
@@ -65,6 +67,19 @@ class Recurrent(Net):
         )
 
 
+@contextmanager
+def counted_products() -> Iterator[list[int]]:
+    """A list that grows with each product to gradients of kept values."""
+    calls, function = list[int](), kept_products.sddmm
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return function(*args)
+
+    with patch.object(kept_products, "sddmm", counted):
+        yield calls
+
+
 def train(
     strategy: Any,
     ranks: int,
@@ -74,13 +89,6 @@ def train(
     **options: Any,
 ) -> tuple[Record, int]:
     """The record of a run, and how often this rank multiplied to gradients of kept values."""
-    calls = [0]
-    function = kept_products.sddmm
-
-    def counted(*args: Any) -> Any:
-        calls[0] += 1
-        return function(*args)
-
     L.seed_everything(0, verbose=False)
     ticket = EarlyBirdTicket(0.8, every="1 epoch", draw_by=f"{DRAW} epochs", compute=compute)
     checkpoints = [] if folder is None else [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
@@ -91,9 +99,8 @@ def train(
         callbacks=[ticket, *checkpoints],
         enable_checkpointing=folder is not None,
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_products, "sddmm", counted)
-        return fit(run, module(), **options), calls[0]
+    with counted_products() as calls:
+        return fit(run, module(), **options), len(calls)
 
 
 def train_on(grid: str, folder: Path, **options: Any) -> tuple[Record, int]:
@@ -136,10 +143,16 @@ def runs(
     return {**found, "2x2": run_ranks(4, train_on, "2x2", tmp_path_factory.mktemp("four"))}
 
 
+def assert_goes_on(rest: Record, whole: Record) -> None:
+    """To the same bits."""
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    for name, weight in whole.weights.items():
+        assert torch.equal(rest.weights[name], weight)
+
+
 def assert_same_bits(one: Record, other: Record) -> None:
-    assert one.losses == other.losses
-    for name, weight in other.weights.items():
-        assert torch.equal(one.weights[name], weight)
+    assert len(one.losses) == len(other.losses)
+    assert_goes_on(one, other)
 
 
 def test_dense_products_are_those_of_the_kept_values_but_for_rounding(one_rank: Any) -> None:
@@ -169,11 +182,7 @@ def test_two_pipelines_have_the_bits_of_two_replicas(runs: dict[str, list[Any]])
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(runs: dict[str, list[Any]]) -> None:
-    whole, _ = runs["2x1"][0]
-    resumed, _ = runs["resumed"][0]
-    assert resumed.losses == whole.losses[-len(resumed.losses) :]
-    for name, weight in whole.weights.items():
-        assert torch.equal(resumed.weights[name], weight)
+    assert_goes_on(runs["resumed"][0][0], runs["2x1"][0][0])
 
 
 def train_recurrent(ranks: int) -> Record:
@@ -190,12 +199,7 @@ def train_mixed(
     processor: Processor, ranks: int, ratio: float, folder: Path, **options: Any
 ) -> tuple[Record, int, set[Backend]]:
     """A run in bfloat16 on such a processor: record, products with kept values, ways of weights."""
-    calls, outer = [0], kept_products.sddmm
     backend: set[Backend] = set()
-
-    def counted(*args: Any) -> torch.Tensor:
-        calls[0] += 1
-        return outer(*args)
 
     def note_ways(_: L.Trainer, module: L.LightningModule) -> None:
         stored = sparse_parameters(module).values()
@@ -214,26 +218,21 @@ def train_mixed(
         enable_checkpointing=True,
         precision="bf16-mixed",
     )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_products, "sddmm", counted)
-        patch.setattr(weight_pruning, "this_processor", lambda: processor)
+    chosen = patch.object(weight_pruning, "this_processor", lambda: processor)
+    with counted_products() as calls, chosen:
         record = fit(run, Wide(), **options)
-    return record, calls[0], backend
+    return record, len(calls), backend
 
 
 def mixed_rank(folder: Path) -> dict[str, tuple[Record, int, set[Backend]]]:
     """What two replicas do in bfloat16 whose processors are of two kinds, then of one kind."""
-    rank = MPI.COMM_WORLD.rank
     two: list[Processor] = ["float32", "bfloat16"]
+    own, middle = two[MPI.COMM_WORLD.rank], folder / "few" / f"epoch={DRAW}.ckpt"
     return {
-        "few": train_mixed(two[rank], 2, 0.9, folder / "few"),
-        "more": train_mixed(two[rank], 2, 0.75, folder / "more"),
-        "resumed": train_mixed(
-            "float32", 2, 0.9, folder / "again", ckpt_path=folder / "few" / f"epoch={DRAW}.ckpt"
-        ),
-        "matrix": train_mixed(
-            "matrix", 2, 0.9, folder / "matrix", ckpt_path=folder / "few" / f"epoch={DRAW}.ckpt"
-        ),
+        "few": train_mixed(own, 2, 0.9, folder / "few"),
+        "more": train_mixed(own, 2, 0.75, folder / "more"),
+        "resumed": train_mixed("float32", 2, 0.9, folder / "again", ckpt_path=middle),
+        "matrix": train_mixed("matrix", 2, 0.9, folder / "matrix", ckpt_path=middle),
     }
 
 
@@ -256,9 +255,7 @@ def test_a_resumed_run_goes_on_in_the_ways_of_the_checkpoint(mixed: Any) -> None
         whole, _, _ = found["few"]
         assert backend == {Backend("auto", "bfloat16")}
         assert products > 0
-        assert record.losses == whole.losses[-len(record.losses) :]
-        for name, weight in whole.weights.items():
-            assert torch.equal(record.weights[name], weight)
+        assert_goes_on(record, whole)
 
 
 def test_a_resumed_run_leaves_kept_values_where_a_rank_would_lose_by_them(mixed: Any) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 
+from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Net, Record, difference, fit, free_port, join_ddp, trainer
 from tests.ranks import run_ranks
 
@@ -70,8 +71,6 @@ def train(row: str, strategy: Any, ranks: int = 1) -> Record:
 
 
 def train_rows(ranks: int) -> dict[str, Record]:
-    from lightning_axosparse import AxoSparseStrategy
-
     return {
         row: train(row, AxoSparseStrategy(**strategy), ranks)
         for row, (needs, strategy, *_) in ROWS.items()
@@ -117,8 +116,6 @@ def test_a_grid_does_what_one_process_does(row: str, runs: Any) -> None:
 
 
 def train_mixed(ranks: int) -> Record:
-    from lightning_axosparse import AxoSparseStrategy
-
     L.seed_everything(0, verbose=False)
     strategy = AxoSparseStrategy(g_inter=2, microbatches=2)
     return fit(trainer(strategy, ranks, precision="bf16-mixed"), Net())
@@ -134,7 +131,6 @@ def test_bf16_mixed_differs_by_the_rounding_of_micro_batches(runs: Any) -> None:
 
 def train_replicas(port: int) -> dict[str, list[Record]]:
     """Two replicas, as two pipelines of two stages and, on two ranks, with Lightning's ddp."""
-    from lightning_axosparse import AxoSparseStrategy
 
     def records(make: Callable[[], Any], ranks: int) -> list[Record]:
         found = []
@@ -176,8 +172,6 @@ def train_with_callbacks(ranks: int, strategy: Any, folder: Path) -> dict[str, A
 
 
 def callbacks_on_ranks(ranks: int, folder: Path) -> dict[str, Any]:
-    from lightning_axosparse import AxoSparseStrategy
-
     return train_with_callbacks(ranks, AxoSparseStrategy(g_inter=2, microbatches=4), folder / "two")
 
 

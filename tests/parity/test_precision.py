@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_axosparse import GradualPruning
+from lightning_axosparse import AxoSparseStrategy, GradualPruning
 from lightning_axosparse.pruning import Ticket
 from tests.parity.cases import Net, Record, difference, fit, trainer
 from tests.ranks import run_ranks
@@ -33,8 +33,6 @@ def ticket() -> Ticket:
 
 
 def train(precision: str, ranks: int, transport: str) -> Record:
-    from lightning_axosparse import AxoSparseStrategy
-
     row = ROWS[precision]
     chosen: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # by its name alone, Lightning would take bf16-mixed on CPU
