@@ -163,30 +163,22 @@ def test_weights_that_keep_hardly_anything_are_named():
     assert int(callback.ticket.masks["model.3.weight"].sum()) == 1
 
 
-@pytest.mark.parametrize("saved_at", [1, 3])
-def test_a_resumed_run_draws_the_same_ticket(saved_at, tmp_path):
+@pytest.mark.parametrize(
+    ("saved", "saved_at", "is_drawn"),
+    [
+        (SavedAt, 1, False),
+        (SavedAt, 3, True),
+        (SavedAfterStep, 8, False),
+        (SavedAfterStep, 16, False),  # It is due after this last batch of an epoch.
+    ],
+)
+def test_a_resumed_run_draws_the_same_ticket(saved, saved_at, is_drawn, tmp_path):
     settings = {"threshold": 0.02, "draw_by": "4 epochs"}
     whole, resumed = search(**settings), search(**settings)
     path = tmp_path / "a.ckpt"
-    expected, _ = fit(whole, 6, callbacks=[SavedAt(saved_at, path)])
+    expected, _ = fit(whole, 6, callbacks=[saved(saved_at, path)])
     checkpoint = torch.load(path, weights_only=True)
-    assert (checkpoint["callbacks"]["EarlyBirdTicket"]["ticket"] is not None) == (saved_at >= 3)
-    model, trainer = fit(resumed, 6, ckpt_path=path)
-    assert resumed.ticket == whole.ticket
-    assert resumed.distances == whole.distances
-    assert trainer.strategy.swaps == 1
-    for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], tensor)
-
-
-@pytest.mark.parametrize("saved_at", [8, 16])
-def test_a_run_resumed_from_the_last_batch_of_an_epoch_draws_the_same_ticket(saved_at, tmp_path):
-    settings = {"threshold": 0.02, "draw_by": "4 epochs"}
-    whole, resumed = search(**settings), search(**settings)
-    path = tmp_path / "a.ckpt"
-    expected, _ = fit(whole, 6, callbacks=[SavedAfterStep(saved_at, path)])
-    checkpoint = torch.load(path, weights_only=True)
-    assert checkpoint["callbacks"]["EarlyBirdTicket"]["ticket"] is None, "at 16 it is due"
+    assert (checkpoint["callbacks"]["EarlyBirdTicket"]["ticket"] is not None) == is_drawn
     model, trainer = fit(resumed, 6, ckpt_path=path)
     assert whole.ticket.step == 16
     assert resumed.ticket == whole.ticket

@@ -21,6 +21,7 @@ from lightning_axosparse.cli import evaluate as entry
 from lightning_axosparse.cli.evaluate import evaluate, load_model, with_data_of_run
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
+from tests.quiet import QUIET
 
 SMALL = ["data.context=16", "data.batch_size=8", "sample.length=5"]
 SHAPE = {"width": 16, "depth": 2, "heads": 2, "context": 16}
@@ -47,10 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float
             EarlyBirdTicket(0.5, draw_by=3),
             ModelCheckpoint(folder, "sharded", every_n_train_steps=6),
         ],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
+        **{**QUIET, "enable_checkpointing": True},
     )
     model = GPT(**SHAPE)
     trainer.fit(model, datamodule=data)

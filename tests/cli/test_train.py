@@ -62,6 +62,20 @@ def configured(*overrides: str) -> DictConfig:
         return compose("config", list(overrides))
 
 
+def run_train(folder: Path, *overrides: str) -> str:
+    """What the command prints in a folder, as a script of its own."""
+    script = folder / "run.py"
+    script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
+    return subprocess.run(
+        [*warm_python(), str(script), *overrides],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=folder,
+        timeout=PATIENCE,
+    ).stdout
+
+
 @pytest.mark.parametrize("chosen", choices(), ids=" ".join)
 def test_every_choice_composes_and_describes_objects_that_exist(chosen, tmp_path):
     # An experiment may override a group, so a choice is added to the defaults by its own name.
@@ -225,11 +239,8 @@ def test_a_search_finds_the_better_rate(text, tmp_path):
     folder = tmp_path / "search"
     small = [*TINY, "hydra.sweeper.n_trials=2", "debug=fdr", f"data.path={text}"]
     small += ["strategy.microbatches=2", "trainer.detect_anomaly=false", "callbacks.timeline=null"]
-    script = tmp_path / "search.py"
-    script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
-    command = [*warm_python(), str(script), *SMALL, *small, "hparams_search=optuna"]
-    where = f"hydra.sweep.dir={folder}"
-    subprocess.run([*command, where], check=True, cwd=tmp_path, timeout=PATIENCE)
+    search = ["hparams_search=optuna", f"hydra.sweep.dir={folder}"]
+    run_train(tmp_path, *SMALL, *small, *search)
     results = [RunResult.load(folder / str(job) / "result.jsonl") for job in range(2)]
     found = OmegaConf.load(folder / "optimization_results.yaml")
     assert found.best_value == min(result.validation_loss for result in results)
@@ -253,17 +264,8 @@ def test_a_vgg_loses_channels_on_two_ranks(tmp_path):
     small = ["trainer.max_epochs=2", "trainer.limit_train_batches=3", "pruning.draw_by=4"]
     small += ["+trainer.limit_val_batches=2", "+trainer.limit_test_batches=2"]
     shape = ["model.blocks=[[4,4],[8]]", "trainer.enable_progress_bar=false"]
-    script = tmp_path / "vgg.py"
-    script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
-    command = [*warm_python(), str(script), "experiment=vgg_early_bird", *small, *shape]
-    printed = subprocess.run(
-        [*command, f"hydra.run.dir={tmp_path}"],
-        check=True,
-        cwd=tmp_path,
-        timeout=PATIENCE,
-        capture_output=True,
-        text=True,
-    ).stdout
+    vgg = ["experiment=vgg_early_bird", f"hydra.run.dir={tmp_path}"]
+    printed = run_train(tmp_path, *vgg, *small, *shape)
     for words in ["accuracy", "Channels of each layer", "model.0.1", "fewer channels"]:
         assert words in printed
     report = json.loads((tmp_path / "report.json").read_text())
@@ -283,10 +285,7 @@ def test_every_grid_of_two_ranks_trains(text, tmp_path):
     small += ["trainer.max_epochs=3", "trainer.limit_train_batches=4", "data.max_held_out=16"]
     small += ["pruning.start=2", "pruning.end=4", f"data.path={text}"]
     sweep = ["-m", "experiment=grid_scaling", "trainer.devices=2", f"hydra.sweep.dir={folder}"]
-    script = tmp_path / "sweep.py"
-    script.write_text("from lightning_axosparse.cli import train\ntrain.main()\n")
-    command = [*warm_python(), str(script), *sweep, *small, "trainer.enable_progress_bar=false"]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=PATIENCE)
+    run_train(tmp_path, *sweep, *small, "trainer.enable_progress_bar=false")
     reports = {}
     for stages in (1, 2):
         job = folder / f"stages-{stages}"

@@ -24,6 +24,7 @@ from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.distributed.rank_status import this_rank
+from tests.quiet import QUIET
 
 WIDTH, SAMPLES = 4, 4
 STUCK_AT = 2
@@ -196,17 +197,8 @@ class Unequal(L.LightningDataModule):
 
 def trainer(strategy: AxoSparseStrategy, devices: int = 2, **options: Any) -> L.Trainer:
     """A quiet Trainer on the CPU that leaves loaders as they are."""
-    settings = {"max_epochs": 1, "enable_checkpointing": False, **options}
-    return L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **settings,
-    )
+    settings = {"max_epochs": 1, "use_distributed_sampler": False, **QUIET, **options}
+    return L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, **settings)
 
 
 def train(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,15 @@ def fails(
     assert time.monotonic() - started < BOUND
     for word in words:
         assert re.search(word, str(failure.value)), f"{word}\nis not in\n{failure.value}"
+
+
+@contextmanager
+def stopped(folder: Path) -> Iterator[jobs.Stopped]:
+    """A module of which one rank stops, which is killed in the end."""
+    try:
+        yield jobs.Stopped(folder)
+    finally:
+        os.kill(int((folder / "stopped").read_text()), signal.SIGKILL)
 
 
 def test_nothing_goes_wrong() -> None:
@@ -105,56 +115,45 @@ def test_a_killed_proxy_is_named() -> None:
 
 
 def test_a_stopped_rank_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    try:
-        with fails(
-            r"rank 0 \(stage 1 of replica 0\) on host \S+ has waited for [6-9] s",
-            r"timeout=6 s",
-            "No answer from rank 1 on host.* stopped",
-            r"rank 0 .*waits for the activation of micro-batch 0 from rank 1",
-            r"rank 1 .*in training batch 2 of epoch 0, before its first micro-batch",
-        ):
-            jobs.train(jobs.Stopped(tmp_path), timeout=timedelta(seconds=6))
-    finally:
-        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
+    words = (
+        r"rank 0 \(stage 1 of replica 0\) on host \S+ has waited for [6-9] s",
+        r"timeout=6 s",
+        "No answer from rank 1 on host.* stopped",
+        r"rank 0 .*waits for the activation of micro-batch 0 from rank 1",
+        r"rank 1 .*in training batch 2 of epoch 0, before its first micro-batch",
+    )
+    with stopped(tmp_path) as module, fails(*words):
+        jobs.train(module, timeout=timedelta(seconds=6))
     printed = capfd.readouterr().err
     assert re.search(r"rank 0 .*waits for .*, for [3-5] s now; timeout=6 s", printed)
     assert re.search(r"pipeline/engine\.py\", line \d+", printed)  # the stack of rank 0
 
 
-TENSOR = {
-    "g_inter": 1,
-    "tensor_parallel": TensorParallel(
-        2, {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
-    ),
-}
+TENSOR = {"model.0": ColwiseParallel(), "model.1": RowwiseParallel()}
 
 
-def test_a_stopped_rank_of_a_tensor_group_is_named_with_the_exchange(tmp_path: Path) -> None:
-    try:
-        with fails(
-            r"rank 0 .*waits for `\w+` \(ranks that share layers\) of ranks 0, 1",
-            "No answer from rank 1 on host.* stopped",
-            r"rank 1 .*in training batch 2 of epoch 0, micro-batch \d, forward pass",
-        ):
-            jobs.train(jobs.Stopped(tmp_path), timeout=timedelta(seconds=6), **TENSOR)
-    finally:
-        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
-
-
-EXPERTS = {"g_inter": 1, "expert_parallel": ExpertParallel(2, "model.1.experts")}
-
-
-def test_a_stopped_rank_is_named_with_the_exchange_of_tokens(tmp_path: Path) -> None:
-    try:
-        with fails(
-            r"rank 0 .*waits for `all_?to_?all\w*` \(ranks with experts of a stage\) of ranks 0, 1",
-            "No answer from rank 1 on host.* stopped",
-            r"rank 1 .*in training batch 2 of epoch 0, micro-batch \d, forward pass",
-        ):
-            module = jobs.mixed(jobs.Stopped(tmp_path))
-            jobs.train(module, timeout=timedelta(seconds=6), **EXPERTS)
-    finally:
-        os.kill(int((tmp_path / "stopped").read_text()), signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("options", "exchange"),
+    [
+        ({"tensor_parallel": TensorParallel(2, TENSOR)}, r"`\w+` \(ranks that share layers\)"),
+        (
+            {"expert_parallel": ExpertParallel(2, "model.1.experts")},
+            r"`all_?to_?all\w*` \(ranks with experts of a stage\)",
+        ),
+    ],
+    ids=["tensor group", "tokens"],
+)
+def test_a_stopped_rank_is_named_with_the_exchange(
+    options: dict[str, Any], exchange: str, tmp_path: Path
+) -> None:
+    words = (
+        rf"rank 0 .*waits for {exchange} of ranks 0, 1",
+        "No answer from rank 1 on host.* stopped",
+        r"rank 1 .*in training batch 2 of epoch 0, micro-batch \d, forward pass",
+    )
+    with stopped(tmp_path) as module, fails(*words):
+        experts = jobs.mixed(module) if "expert_parallel" in options else module
+        jobs.train(experts, g_inter=1, timeout=timedelta(seconds=6), **options)
 
 
 def test_a_rank_in_endless_user_code_shows_its_stack(capfd: pytest.CaptureFixture[str]) -> None:

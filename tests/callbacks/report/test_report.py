@@ -21,6 +21,7 @@ from lightning_axosparse.callbacks.report.page import plots, save_plots
 from lightning_axosparse.callbacks.report.report import TrainingReport, log_pictures
 from lightning_axosparse.examples.data import TextDataModule
 from lightning_axosparse.examples.gpt import GPT
+from tests.quiet import QUIET
 
 EPOCHS, BATCHES = 3, 3
 PERIODS = ("dense", "sparse")
@@ -59,10 +60,7 @@ def run(data, folder, *callbacks, test=False, **options) -> tuple[GPT, TrainingR
         num_sanity_val_steps=0,
         default_root_dir=folder,
         callbacks=[report, losses, *callbacks],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"logger": False, **options},
+        **{**QUIET, **options},
     )
     trainer.fit(model, datamodule=data)
     if test:

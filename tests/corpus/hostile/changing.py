@@ -104,8 +104,7 @@ class UpdatesAMetricLater(Regression):
 
 
 @entry(Regression, equal=True, trainer=EPOCHS)
-def logs_a_quantile_later(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_a_quantile_later(self: Any, x: Tensor, y: Tensor) -> Tensor:
     z = self(x)
     if is_later(self):
         self.log("later", float((z.detach() - y).flatten().quantile(0.9)))

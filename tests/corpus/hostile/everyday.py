@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.corpus.harness import entry
+from tests.corpus.hostile.later import starts_to_compare_samples
 from tests.corpus.modules import (
     CLASSES,
     OUTPUTS,
@@ -56,8 +57,7 @@ def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tenso
 
 
 @entry(Classification, equal=True)
-def logs_the_loss_of_each_class(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_the_loss_of_each_class(self: Any, x: Tensor, y: Tensor) -> Tensor:
     losses = F.cross_entropy(self(x), y, reduction="none")
     for label in range(CLASSES):
         if (y == label).any():
@@ -308,8 +308,7 @@ def uneven(module: Any) -> Any:
 
 
 @entry(Regression, loaders=uneven(Regression), equal=True)
-def logs_over_an_uneven_epoch(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_over_an_uneven_epoch(self: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(self(x), y)
     self.log("epoch", loss, on_step=False, on_epoch=True)
     self.log("epoch_rmse", loss.sqrt(), on_step=False, on_epoch=True)
@@ -372,6 +371,8 @@ class ReadsAStatisticThatItReturned(Regression):
 class StartsToCompareSamplesBehindASkip(Regression):
     """A network with a skip connection, and a term that a schedule adds after some steps."""
 
+    loss = starts_to_compare_samples
+
     def forward(self, x: Tensor) -> Any:
         first, *others = self.model
         skip = first(x)
@@ -379,11 +380,3 @@ class StartsToCompareSamplesBehindASkip(Regression):
         for layer in others:
             x = layer(x)
         return x + skip[:, :OUTPUTS]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        z = self(x)
-        loss = F.mse_loss(z, y)
-        if self.global_step >= 1:
-            loss = loss + 0.1 * torch.cdist(z, z).mean()
-        return loss

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import FEATURES, OUTPUTS, Regression
+from tests.corpus.modules import OUTPUTS, Regression
 
 
 class Standardize(nn.Module):
@@ -51,41 +51,32 @@ class VectorQuantizer(nn.Module):
         return x + (self.codes[chosen] - x).detach()
 
 
-def _network(layer: nn.Module, at: int, outputs: int, width: int = 12) -> nn.Sequential:
-    layers: list[nn.Module] = [
-        nn.Linear(FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(),
-        nn.Linear(width, outputs),
-    ]  # fmt: skip
-    layers.insert(at, layer)
-    return nn.Sequential(*layers)
-
-
 @entry()
 class StandardizesOnTheLastStage(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.model = _network(Standardize(), 4, OUTPUTS)
+        self.model.insert(4, Standardize())
 
 
 @entry()
 class CentresInTrainingOnTheFirstStage(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.model = _network(CentreInTraining(), 1, OUTPUTS)
+        self.model.insert(1, CentreInTraining())
 
 
 @entry()
 class RecursOverSamples(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.model = _network(RecurrentOverSamples(12), 4, OUTPUTS)
+        self.model.insert(4, RecurrentOverSamples(12))
 
 
 @entry()
 class CodebookOfTheBatch(Regression):
     def __init__(self) -> None:
         super().__init__()
-        self.model = _network(VectorQuantizer(12), 2, OUTPUTS)
+        self.model.insert(2, VectorQuantizer(12))
 
 
 @entry()

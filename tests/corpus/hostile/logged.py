@@ -14,8 +14,7 @@ from tests.corpus.modules import Binary, Classification, Regression, Scalar
 
 
 @entry(Classification, equal=True)
-def logs_perplexity(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_perplexity(self: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = F.cross_entropy(self(x), y)
     self.log("ppl", loss.exp())
     return loss
@@ -28,8 +27,7 @@ def validates_root_mean_square(self: Any, batch: Any, batch_idx: int) -> None:
 
 
 @entry(Binary, equal=True)
-def logs_f1_of_counts(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_f1_of_counts(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self(x)
     loss = F.binary_cross_entropy_with_logits(logits, y)
     guess = (logits > -0.2).float()
@@ -39,16 +37,14 @@ def logs_f1_of_counts(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 @entry(Classification, equal=True)
-def logs_the_number_of_hits(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_the_number_of_hits(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self(x)
     self.log("hits", (logits.argmax(-1) == y).sum().float(), reduce_fx="sum", on_epoch=True)
     return F.cross_entropy(logits, y)
 
 
 @entry(Classification)
-def logs_error_of_numpy(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_error_of_numpy(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self(x)
     p = logits.detach().softmax(-1).numpy()
     self.log("spread", float(np.std(p[:, 0])))
@@ -56,47 +52,41 @@ def logs_error_of_numpy(self: Any, batch: Any, batch_idx: int) -> Tensor:
 
 
 @entry(Scalar)
-def logs_correlation(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_correlation(self: Any, x: Tensor, y: Tensor) -> Tensor:
     p = self(x)
     self.log("r", torch.corrcoef(torch.stack([p.detach(), y]))[0, 1])
     return F.mse_loss(p, y)
 
 
 @entry(Scalar, equal=True)
-def logs_the_largest_error(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_the_largest_error(self: Any, x: Tensor, y: Tensor) -> Tensor:
     p = self(x)
     self.log("worst", (p - y).abs().max())
     return F.mse_loss(p, y)
 
 
 @entry(Scalar, equal=True)
-def logs_sums(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_sums(self: Any, x: Tensor, y: Tensor) -> Tensor:
     p = self(x)
     self.log("absolute", (p - y).abs().sum())
     return F.mse_loss(p, y)
 
 
 @entry(Scalar, equal=True)
-def logs_the_number_of_samples(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_the_number_of_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
     self.log("samples", torch.tensor(float(len(x))))
     return F.mse_loss(self(x), y)
 
 
 @entry(Scalar)
-def logs_an_index(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_an_index(self: Any, x: Tensor, y: Tensor) -> Tensor:
     p = self(x)
     self.log("argmax", p.argmax().float())
     return F.mse_loss(p, y)
 
 
 @entry(Regression, equal=True)
-def logs_a_dict_of_everything(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def logs_a_dict_of_everything(self: Any, x: Tensor, y: Tensor) -> Tensor:
     out = self(x)
     mse, mae = F.mse_loss(out, y), F.l1_loss(out, y)
     self.log_dict({"mse": mse, "mae": mae, "rmse": mse.sqrt(), "ratio": mae / mse})

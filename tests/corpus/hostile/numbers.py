@@ -43,8 +43,7 @@ def skips_bad_batches(self: Any, batch: Any, batch_idx: int) -> Any:
 
 
 @entry(Regression)
-def moving_average_of_the_loss(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def moving_average_of_the_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(self(x), y)
     self.average = 0.9 * getattr(self, "average", 1.0) + 0.1 * loss.item()
     return loss / self.average

@@ -104,8 +104,7 @@ class UncertaintyWeights(Regression):
 
 
 @entry(Classification)
-def mean_reciprocal_rank_of_each_sample(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def mean_reciprocal_rank_of_each_sample(self: Any, x: Tensor, y: Tensor) -> Tensor:
     scores = self(x)
     rank = (scores >= scores.gather(1, y[:, None])).sum(1)
     self.log("mrr", (1.0 / rank).mean())

@@ -83,16 +83,14 @@ class WordErrors(Tagger):
 
 
 @entry(Classification)
-def accuracy_by_hand(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def accuracy_by_hand(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self(x)
     self.log("acc", (logits.argmax(dim=1) == y).float().mean(), on_epoch=True)
     return F.cross_entropy(logits, y)
 
 
 @entry(Classification)
-def accuracy_by_a_quotient(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
+def accuracy_by_a_quotient(self: Any, x: Tensor, y: Tensor) -> Tensor:
     logits = self(x)
     correct = (logits.argmax(1) == y).sum().item()
     self.log("acc", correct / len(y), prog_bar=True)
