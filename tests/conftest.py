@@ -34,7 +34,7 @@ SLOW = (
     "checkpoint/test_folder.py::test_each_node_copies",
     "checkpoint/test_safetensors.py::test_decoding_returns",
     "cli/sweep/test_sweep.py",
-    "cli/test_evaluate.py::test_two_stages_find_the_same",
+    "cli/test_evaluate.py::test_the_metrics_are_those_of_the_run[one.ckpt-2",
     "cli/test_train.py::test_a_command_says_which_folder_it_cannot_make[evaluate",
     "cli/test_train.py::test_a_command_says_which_folder_it_cannot_make[train -m",
     "cli/test_train.py::test_a_search_finds",

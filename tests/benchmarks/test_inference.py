@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ import torch
 from benchmarks.inference.models import models, stored_bytes
 from benchmarks.memory.step import masks_of
 from lightning_axosparse.examples.gpt import GPT
+from tests.ranks import PATIENCE, run_command
 
 NAMES = ["float32", "bfloat16", "int8", "80% pruned", "90% pruned", "95% pruned"]
 
@@ -19,41 +18,34 @@ def small() -> dict[str, GPT]:
     return models(width=64, layers=2)
 
 
+def table(module, *options):
+    """The rows that a measurement prints."""
+    small = ["--layers", "1", "--tokens", "3", "--trials", "1"]
+    done = run_command([sys.executable, "-m", module, *small, *options], PATIENCE)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
 def test_every_row_runs_on_a_small_model():
-    options = ["--width", "32", "--layers", "1", "--tokens", "3", "--trials", "1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.inference", *options, "--batch", "1", "2"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
-    assert [row[:2] for row in rows[2:]] == [[batch, name] for batch in "12" for name in NAMES]
-    for row in rows[2:]:
+    rows = table("benchmarks.inference", "--width", "32", "--batch", "1", "2")
+    assert [row[:2] for row in rows] == [[batch, name] for batch in "12" for name in NAMES]
+    for row in rows:
         speedups = dict(zip(NAMES, map(float, row[4:]), strict=False))
         assert all(speedup > 0 for speedup in speedups.values())
         assert speedups.get(row[1], 1) == 1
 
 
 def test_generate_of_gpt2_runs_on_a_small_model():
-    options = ["--width", "48", "--layers", "1", "--tokens", "3", "--trials", "1", "--batch", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.inference.gpt2", *options],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
-    assert [row[1] for row in rows[2:]] == [
+    rows = table("benchmarks.inference.gpt2", "--width", "48", "--batch", "2")
+    assert [row[1] for row in rows] == [
         "nothing, torch",
         "nothing, oneDNN",
         "blocks",
         "blocks, embedding and head",
     ]
-    assert max(float(row[3]) for row in rows[2:4]) == 1
-    assert all(float(row[3]) > 0 for row in rows[2:])
+    assert max(float(row[3]) for row in rows[:2]) == 1
+    assert all(float(row[3]) > 0 for row in rows)
 
 
 def test_stored_bytes_are_those_of_weights_and_positions(small):

@@ -88,6 +88,13 @@ class Net(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
 
 
+class Plain(Net):
+    """The same module with an optimizer that has no state."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 def loader(seed: int, batches: int = BATCHES, batch: int = BATCH, extra: int = 0) -> DataLoader:
     generator = torch.Generator().manual_seed(seed)
     samples = batches * batch + extra

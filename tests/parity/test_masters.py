@@ -12,17 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from lightning_axosparse.sparse.module.optimizer_state import MASTER
-from tests.parity.cases import Net, Record, loader, recorded, trainer
+from tests.parity.cases import Net, Plain, Record, loader, recorded, trainer
 from tests.ranks import run_ranks
 
 EPOCHS, STOP = 4, 3
-
-
-class Plain(Net):
-    """The same module with an optimizer that has no state."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 ROWS: dict[Any, type[Net]] = {

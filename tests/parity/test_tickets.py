@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from tests.parity.cases import Net, Record, difference, fit, trainer
+from tests.parity.cases import Net, Plain, Record, difference, fit, trainer
 from tests.ranks import run_ranks
 
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -126,11 +126,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "'heads' matches no parameter": {"which": {"heads": False}},
     "SGD does not estimate": {"score": "saliency"},
 }
-
-
-class Plain(Net):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize("words", REFUSED)
