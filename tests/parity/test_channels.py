@@ -202,8 +202,7 @@ def test_a_checkpoint_resumes_before_and_after_the_draw(
         assert found == ticket
         assert len(record.losses) == (EPOCHS - 1 - epoch) * BATCHES
         assert record.losses == pytest.approx(expected.losses[-len(record.losses) :], abs=1e-12)
-        for name, weight in expected.weights.items():
-            assert torch.allclose(record.weights[name], weight, rtol=0, atol=1e-12), name
+        torch.testing.assert_close(record.weights, expected.weights, rtol=0, atol=1e-12)
 
 
 def test_a_checkpoint_loads_into_a_module_that_its_ticket_has_shrunk(
