@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.quiet import QUIET
+from tests.parity.cases import trainer
 from tests.ranks import run_ranks
 
 
@@ -36,15 +36,7 @@ def trained(strategy: Any, devices: int, samples: list[int]) -> list[list[float]
     """Train three batches of these samples; return the weights."""
     module = Lookup()
     data = DataLoader(TensorDataset(NUMBERS), len(samples) // 3, sampler=samples)
-    trainer = L.Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        devices=devices,
-        strategy=strategy,
-        use_distributed_sampler=False,
-        **QUIET,
-    )
-    trainer.fit(module, data)
+    trainer(strategy, devices, max_epochs=1, use_distributed_sampler=False).fit(module, data)
     weights: list[list[float]] = module.table.weight.tolist()
     return weights
 
