@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -99,8 +98,7 @@ class Pipeline:
 
         front, forwards_first = self._front(batch), by_parts is None
         steps, runs = self._prepared(batch, make, self._schedule, front, forwards_first)
-        with self._running(front):
-            run(runs)
+        run(runs)
         self.peak_in_flight = {each.stage: each.peak_in_flight for each in runs}
         return steps.get(last), steps[first].rerun
 
@@ -114,13 +112,12 @@ class Pipeline:
             RunAgain: on the last stage, if the batch has to run again.
         """
         if not self.is_divided:
-            with self._running():
-                return run_undivided(batch)
+            return run_undivided(batch)
         last = self._stages - 1
         steps = self.forward(batch, StageStep)
         if last not in steps:
             return None
-        with self._running(), clock.span("forward", last):
+        with clock.span("forward", last):
             return StepEnd(batch).run(steps[last].activations)
 
     def forward(self, batch: Batch, make: Callable[..., S]) -> dict[int, S]:
@@ -135,8 +132,7 @@ class Pipeline:
         """
         front = self._front(batch)
         steps, runs = self._prepared(batch, make, ForwardOnly, front)
-        with self._running(front):
-            run(runs)
+        run(runs)
         return steps
 
     def probe(self, batch: Batch) -> dict[int, StageReads]:
@@ -147,11 +143,10 @@ class Pipeline:
         """
         batch = replace(batch, microbatches=batch.microbatches[:1], crossing=None)
         steps, runs = self._prepared(batch, ProbingStep, ForwardOnly)
-        with self._running():
-            run(runs)
-            reads = {stage: step.reads for stage, step in steps.items()}
-            if self._stages - 1 in steps:
-                reads[self._stages] = self._read_by_end(batch, steps[self._stages - 1])
+        run(runs)
+        reads = {stage: step.reads for stage, step in steps.items()}
+        if self._stages - 1 in steps:
+            reads[self._stages] = self._read_by_end(batch, steps[self._stages - 1])
         gathered = self._gather(reads)
         return {stage: each for others in gathered for stage, each in others.items()}
 
@@ -173,11 +168,12 @@ class Pipeline:
         return reads
 
     def _front(self, batch: Batch) -> StepFront | None:
-        """Create the run of the code before the layers; None if another process runs it."""
+        """Run the code before the layers; return None if another process runs it."""
         if 0 not in self._links or not self.is_divided:
             return None
-        parameters = () if batch.backward is None else self._outer_parameters()
-        return StepFront(batch, parameters)
+        front = StepFront(batch, () if batch.backward is None else self._outer_parameters())
+        front.run()
+        return front
 
     def _prepared(
         self,
@@ -195,11 +191,3 @@ class Pipeline:
             for stage, step in steps.items()
         ]
         return steps, runs
-
-    @contextmanager
-    def _running(self, front: StepFront | None = None) -> Iterator[None]:
-        """Follow backward passes of the step in the context; run the code before the layers."""
-        with self._layers.backwards_followed():
-            if front is not None:
-                front.run()
-            yield

@@ -194,7 +194,12 @@ class PipelinedLayers:
         return self.parts[stage] if stage < len(self.parts) else range(count, count)
 
     def install(self, stages: Sequence[int]) -> None:
-        """Replace the ``forward`` of all layers; ``stages`` are those of this rank."""
+        """Replace the ``forward`` of all layers, and check backward passes that steps run.
+
+        Args:
+            stages: those of this rank.
+        """
+        self._undo.enter_context(backward_passes_by(self._run_backward))
         self._watched = list(map(WatchedLayer, self.names, self.layers))
         self._present = {layer for stage in stages for layer in self.parts[stage]}
         buffers = dict(self._module.named_buffers())
@@ -211,13 +216,9 @@ class PipelinedLayers:
                 self._undo.enter_context(patched(part, "use_nested_tensor", False))
 
     def uninstall(self) -> None:
-        """Give the layers their own ``forward`` back."""
+        """Undo :meth:`install`."""
         self._undo.close()
         self._buffers.clear()
-
-    def backwards_followed(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes that steps run themselves are checked."""
-        return backward_passes_by(self._run_backward)
 
     @contextmanager
     def running(self, run: StepRun, modes: Sequence[Mode] = ()) -> Iterator[None]:

@@ -302,9 +302,10 @@ def chain(net: ResidualStack, x: Tensor, mask: Tensor) -> Tensor:
 )
 def test_calls_that_a_pipeline_cannot_follow_are_refused(forward: Any, words: str) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
-    pipe, _ = pipeline(model, 2)
+    pipe, dealt = pipeline(model, 2)
     with pytest.raises(MisconfigurationException, match=words):
         train(pipe, lambda b: forward(model, b).mean(), torch.randn(4, 6), 2)
+    dealt.uninstall()
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
@@ -397,6 +398,7 @@ def test_randomness_is_that_of_one_process_outside_the_layers_and_differs_inside
         numbers = dict.fromkeys(range(5), SampledNumbers(4, torch.device("cpu")))
         torch.manual_seed(0)
         run(pipe, replace(training(pipe, step, torch.zeros(4, 1), 2), numbers=numbers))
+        dealt.uninstall()
         # The end of the step gives lists of layers what they would have on one process.
         return [mask for layer in model for mask in layer.masks if len(mask) == 2]
 

@@ -295,11 +295,10 @@ class StepRunner:
             loss = last.loss
             output = {"loss": loss} if last.returns_mapping else loss
             return StepResult(output, with_loss(run.effects.part_calls, loss))
-        with torch.no_grad():
-            try:
-                return self._step_result(StepEnd(last.batch).run(last.activations))
-            except RunAgain as error:  # Gradients have been added, so it is too late for that.
-                raise not_by_parts(f"On the batch, unlike on its parts, {error}") from None
+        try:  # With a graph, as the step may run a backward pass of its own.
+            return self._step_result(StepEnd(last.batch).run(last.activations))
+        except RunAgain as error:  # Gradients have been added, so it is too late for that.
+            raise not_by_parts(f"On the batch, unlike on its parts, {error}") from None
 
     def _step_result(self, output: Any) -> StepResult:
         """Return the results of the run that counts, on the last stage."""

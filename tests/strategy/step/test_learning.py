@@ -349,6 +349,32 @@ def test_a_value_that_later_batches_read_is_sent_then(first: int, source: int, l
     assert_equals_one_process(mse, net, loss=loss)
 
 
+def penalized(module: Net, z: Tensor, y: Tensor) -> Tensor:
+    """Differentiate code behind the layers by its input; it prints, so it runs on the batch too."""
+    x = z.detach().requires_grad_()
+    (slope,) = torch.autograd.grad((module.weight * x).tanh().sum(), x, create_graph=True)
+    module.print("", end="")
+    return F.mse_loss(z, y) + slope.square().sum(1).mean()
+
+
+def with_own_backward(module: Net, z: Tensor, y: Tensor) -> Tensor:
+    module.print("", end="")
+    (module.weight * z.detach()).mean().backward()
+    return (module.weight * F.mse_loss(z, y)).sum()
+
+
+class Weighted(Net):
+    def __init__(self, loss: Step) -> None:
+        super().__init__(loss)
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+@pytest.mark.parametrize("step", [penalized, with_own_backward])
+def test_a_step_may_run_a_backward_pass_behind_the_layers(step: Step, loss: str) -> None:
+    assert_equals_one_process(step, Weighted, loss=loss)
+
+
 def test_a_step_that_draws_for_the_batch_alone_is_not_by_parts() -> None:
     class OnTheBatch(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
