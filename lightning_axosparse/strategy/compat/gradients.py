@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -94,7 +95,7 @@ def gradients_are_seen(trainer: pl.Trainer) -> bool:
         or not trainer.lightning_module.automatic_optimization
         or getattr(trainer.precision_plugin, "scaler", None) is not None
         or overrides(trainer.lightning_module, *_MODULE_HOOKS)
-        or any(overrides(callback, *_CALLBACK_HOOKS) for callback in callbacks_of(trainer))
+        or any(overrides(callback, *_CALLBACK_HOOKS) for callback in _user_callbacks(trainer))
     )
 
 
@@ -113,13 +114,17 @@ def clearing_is_seen(trainer: pl.Trainer) -> bool:
 def _hooks_that_read(trainer: pl.Trainer) -> tuple[bool, bool]:
     """Whether hooks of the user may read gradients after ``backward``; and before the step."""
     module = trainer.lightning_module
-    callbacks = (c for c in callbacks_of(trainer) if not isinstance(c, RankLocalCallback))
-    owners = (module, *callbacks)
+    owners = (module, *_user_callbacks(trainer))
     after_backward = any(overrides(each, "on_after_backward") for each in owners)
     before_step = overrides(module, "configure_gradient_clipping") or any(
         overrides(each, "on_before_optimizer_step") for each in owners
     )
     return after_backward, before_step
+
+
+def _user_callbacks(trainer: pl.Trainer) -> list[Callback]:
+    """Return the callbacks but those of the strategy, which look at gradients for these alone."""
+    return [each for each in callbacks_of(trainer) if not isinstance(each, RankLocalCallback)]
 
 
 class GradientNorms(RankLocalCallback):

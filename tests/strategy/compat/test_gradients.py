@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.strategy.compat.gradients import (
+    GradientNorms,
     clearing_is_seen,
     gradients_are_seen,
     pipeline_precision,
@@ -72,6 +73,13 @@ def test_a_loss_scaler_counts() -> None:
     run = prepared(Net())
     run.precision_plugin.scaler = object()
     assert gradients_are_seen(run)
+
+
+def test_callbacks_of_the_strategy_do_not_count() -> None:
+    run = prepared(Net())
+    gradients: Any = None  # They are not measured here.
+    with GradientNorms(run, gradients).added_to(run):
+        assert not gradients_are_seen(run)
 
 
 class Cleared(Net):
