@@ -40,6 +40,7 @@ from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     is_tensor_parallel,
+    never_compiled,
     version_of,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -166,6 +167,7 @@ class SideOutputs:
                 else:
                     self._watch_hooks(module)
 
+    @never_compiled
     def begin_layer(self, index: int) -> None:
         """Prepare to compute a layer of the stage."""
         self._layer = index
