@@ -247,7 +247,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 def run(row: str, strategy: Any, ranks: int, resumes: Path | None = None, **options: Any) -> Record:
     make, _, settings = ROWS[row]
-    L.seed_everything(0, verbose=False)
+    L.seed_everything(0 if resumes is None else 1, verbose=False)
     module = make()
     fit = trainer(strategy, ranks, **{**FIXED, **settings, **options})
     fit.fit(module, *loaders(fit), ckpt_path=resumes)
