@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from operator import attrgetter
 from typing import Any
 
 import lightning as L
@@ -100,3 +101,33 @@ def test_every_grid_prunes_the_rest_as_one_process(pruning: str, runs: list[Any]
         assert drawn == ticket, case
         for name, weight in alone.weights.items():
             assert torch.allclose(record.weights[name], weight, rtol=0, atol=1e-12), (case, name)
+
+
+class Taught(Net):
+    """Moves an average of the first layer along, as a teacher of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first: Any = self.model[0]
+        self.teacher = nn.Linear(first.in_features, first.out_features).requires_grad_(False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for name, old in self.teacher.named_parameters():
+                old.lerp_(attrgetter(name)(self.model[0]), 0.1)
+
+
+def test_a_dense_average_of_pruned_weights_is_that_of_one_process() -> None:
+    records = []
+    for stages in (1, 2):
+        L.seed_everything(0, verbose=False)
+        callback = GradualPruning(0.6, start=4, every=3, end=15, which={"teacher.*": False})
+        grid = AxoSparseStrategy(stages, 2, transport="loopback")
+        run = trainer(grid, callbacks=[callback], precision="64-true")
+        module = Taught().double()
+        run.fit(module, loader(1))
+        records.append(recorded(run, module))
+    one, two = (record.weights for record in records)
+    assert 0 < one["model.0.weight"].count_nonzero() < one["teacher.weight"].count_nonzero()
+    for name, weight in one.items():
+        assert torch.allclose(two[name], weight, rtol=0, atol=1e-12), name
