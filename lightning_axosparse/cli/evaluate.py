@@ -45,7 +45,9 @@ _HYDRA_KEYS = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 _KINDS = {
     "checkpoint": Kind("a Lightning checkpoint or a .safetensors file of its weights", TEXT.fits),
-    "loops": sequence_of("a list of at least one loop", one_of("validate", "test")),
+    "loops": sequence_of(
+        "a list of at least one of 'validate' and 'test'", one_of("validate", "test")
+    ),
     "seed": SEED,
     "sample.prompts": list_of("a list of texts", TEXT),
     "sample.length": INDEX,

@@ -1,4 +1,4 @@
-"""One batch: the step that runs on it, and the fingerprint with which stages recognise it.
+"""A batch with the step that runs on it, and its fingerprint, which stages compare.
 
 Every stage loads the batch itself. If samples are selected or transformed at random, differently on
 each rank, the layers of one stage would be trained with the labels of another. So each activation

@@ -40,6 +40,9 @@ class StageStep:
         front: the code before the layers, if it runs once for the batch and this is its stage.
     """
 
+    _failures: type[Exception] = UnsentValueError
+    """The errors that only mark the activation as failed, as the step raises them again."""
+
     def __init__(self, stage: int, batch: Batch, front: StepFront | None = None) -> None:
         self.stage, self.batch, self._front = stage, batch, front
         self._keeps = stage == batch.layers.end - 1
@@ -69,9 +72,6 @@ class StageStep:
         if self._keeps:
             self.activations.append(activation)
         return activation
-
-    _failures: type[Exception] = UnsentValueError
-    """The errors that only mark the activation as failed, as the step raises them again."""
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         """Create the run of the step on a micro-batch."""
@@ -152,12 +152,12 @@ class ProbingStep(StageStep):
             sent.
     """
 
+    _failures = Exception
+
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
         self.reads = StageReads()
         """Records the values of other stages that the stage reads."""
-
-    _failures = Exception
 
     def _passed(self, run: StepRun, microbatch: int) -> Activation:
         """Run the user's step, as in a real pass, and record its reads."""

@@ -373,6 +373,8 @@ def writes_unreturned(operator: Any) -> bool:
 
 
 class _Pausable:
+    """A mode that can be paused, by :class:`paused`."""
+
     may_leave = True
     """Whether the mode is left while it is paused, if it is the innermost one."""
     _is_paused = False

@@ -50,8 +50,8 @@ class Inspected(Case):
 
     def __init__(self) -> None:
         super().__init__()
-        options = {"use_cache": False, "attn_implementation": "eager"}
-        config = LlamaConfig(**decoder(LAYERS), **options)
+        options = {"num_key_value_heads": 2, "use_cache": False, "attn_implementation": "eager"}
+        config = LlamaConfig(**{**decoder(LAYERS), **options})
         self.network = in_float64(LlamaForCausalLM(config))
 
     def loss(self, ids: Tensor) -> Tensor:

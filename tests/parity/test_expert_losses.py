@@ -198,6 +198,7 @@ def test_a_declared_mean_lets_stages_hold_few_micro_batches(
 
 SIZES = {
     **decoder(LAYERS),
+    "num_key_value_heads": 2,
     "head_dim": 8,
     "use_cache": False,
     "pad_token_id": PADDING,

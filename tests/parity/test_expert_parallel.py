@@ -29,7 +29,10 @@ from tests.parity.test_tensor_parallel import (
     Tokens,
     loaders,
 )
-from tests.ranks import run_ranks
+from tests.ranks import PATIENCE, run_ranks
+
+# Jobs of four and eight ranks take minutes where two cores run several.
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 EXPERTS, LAYERS = 4, 2
 

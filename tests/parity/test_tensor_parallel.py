@@ -29,7 +29,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_axosparse import AxoSparseStrategy, TensorParallel
 from tests.parity.cases import Record, difference, loaded, mean_losses, recorded, share, trainer
-from tests.ranks import run_ranks
+from tests.ranks import PATIENCE, run_ranks
+
+# Jobs of four and eight ranks take minutes where two cores run several.
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 VOCABULARY, WIDTH, LAYERS, LENGTH, HEADS = 24, 16, 2, 6, 4
 

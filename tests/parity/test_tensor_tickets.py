@@ -19,7 +19,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning, Ticket
 from tests.parity.cases import Record, difference, mean_losses, recorded, trainer
 from tests.parity.test_tensor_parallel import FIXED, LLAMA, OWN, Hooked, Llama, Own, loaders
-from tests.ranks import run_ranks
+from tests.ranks import PATIENCE, run_ranks
+
+# Jobs of four and eight ranks take minutes where two cores run several.
+pytestmark = pytest.mark.timeout(PATIENCE)
 
 RATIO, EPOCHS = 0.6, 3
 

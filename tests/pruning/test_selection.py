@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -112,6 +114,25 @@ def test_strided_scores_keep_their_own_order():
     score = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
     masks = one_process({"w": score}, 0.7)
     assert_equal(masks, sorted_masks({"w": score.contiguous()}, kept_of({"w": score}, 0.7)))
+
+
+def test_at_most_two_weights_have_scores_in_memory():
+    stored = make_parameters(0, torch.float32, ties=False)
+    alive = []
+
+    def scores(name):
+        assert sum(other() is not None for other in alive) <= 1
+        computed = stored[name].detach().clone()
+        alive.append(weakref.ref(computed))
+        return computed
+
+    sizes = sizes_of(stored)
+    k = unpruned_count(sizes, 0.6)
+    minimum = minimum_counts(sizes, k, 0.1)
+    masks = top_k_masks(stored, scores, sizes, k, minimum)
+    expected = one_process(stored, 0.6, 0.1)
+    assert len(alive) > len(stored) > 2
+    assert all(torch.equal(masks[name], expected[name]) for name in stored)
 
 
 def test_all_may_be_kept_and_none():

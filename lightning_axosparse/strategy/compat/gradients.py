@@ -123,7 +123,7 @@ def _hooks_that_read(trainer: pl.Trainer) -> tuple[bool, bool]:
 
 
 def _user_callbacks(trainer: pl.Trainer) -> list[Callback]:
-    """Return the callbacks but those of the strategy, which look at gradients for these alone."""
+    """Return the callbacks that the strategy has not added itself."""
     return [each for each in callbacks_of(trainer) if not isinstance(each, RankLocalCallback)]
 
 

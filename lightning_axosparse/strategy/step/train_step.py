@@ -1,4 +1,4 @@
-"""Runs Lightning's steps on a batch: splits it, runs the pipeline, shares the step's results."""
+"""Runs Lightning's steps on a batch: splits it, runs the pipeline, shares gradients and results."""
 
 from __future__ import annotations
 
