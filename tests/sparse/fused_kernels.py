@@ -9,10 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse.kernels import fused, reference
 from lightning_axosparse.sparse.module import convert
+from lightning_axosparse.sparse.store import copies
 from lightning_axosparse.sparse.store import layout as layout_module
 from lightning_axosparse.sparse.store.formats import BitmapLayout, layout_of
 
@@ -52,19 +54,30 @@ def test_fused_kernels_agree_with_the_reference(shape, dtypes, density, seed):
 SHAPES = [(40, 130), (7, 900), (1, 3), (3, 5000), (64, 64)]
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """The rows of each table of weights that were densified together, on a CPU."""
-    rows, together = [], fused.densify_together
+def rows_of_launches(monkeypatch, name):
+    """Return the rows of each table that a kernel gets from now on."""
+    rows, together = [], getattr(fused, name)
 
     def counted(table, owners, *types):
         rows.append(len(table))
         together(table, owners, *types)
 
-    monkeypatch.setattr(fused, "densify_together", counted)
+    monkeypatch.setattr(fused, name, counted)
+    return rows
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The rows of each table of weights that were densified together, on a CPU."""
     monkeypatch.setattr(BitmapLayout, "kernels", lambda layout, tensor: fused)
     monkeypatch.setattr(convert, "layout_of", partial(layout_of, index_format="bitmap"))
-    return rows
+    return rows_of_launches(monkeypatch, "densify_together")
+
+
+@pytest.fixture
+def compressions(launches, monkeypatch):
+    """The rows of each table of gradients that were compressed together, likewise."""
+    return rows_of_launches(monkeypatch, "compress_together")
 
 
 def pruned(compute):
@@ -122,3 +135,104 @@ def test_a_copy_that_is_not_used_is_not_filled(launches):
         for layer, output, (_, width) in zip(model, outputs, SHAPES, strict=True):
             dense = layer.weight.dense() @ torch.ones(width) + layer.bias
             torch.testing.assert_close(output, dense)
+
+
+def gradients(model, layers, together=True):
+    """Return the gradients of all parameters after using some layers, one after the other."""
+    model.zero_grad()
+    generator, losses = torch.Generator().manual_seed(1), []
+    for at in layers:
+        inputs = torch.randn(4, SHAPES[at][1], generator=generator)
+        losses.append(model[at](inputs).square().mean())
+    for loss in [sum(losses)] if together else losses:
+        loss.backward()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def change(model):
+    """Change all weights, so that copies have to be filled again."""
+    with torch.no_grad():
+        for values in model.parameters():
+            values.mul_(1.5)
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+
+
+def test_one_launch_compresses_the_gradients_of_a_bucket(launches, compressions, monkeypatch):
+    model, expected = pruned("samo"), pruned("dense")
+    everything = range(len(SHAPES))
+    assert_same(gradients(model, everything), gradients(expected, everything))
+    assert compressions == [], "at first nothing is known of the order of their use"
+    change(model), change(expected)
+    for _ in range(2):  # micro-batches
+        assert_same(gradients(model, everything), gradients(expected, everything))
+    assert compressions == [4, 4]
+    separately = gradients(model, everything, together=False)
+    assert_same(separately, gradients(expected, everything, together=False))
+    assert compressions == [4, 4]
+    assert_same(gradients(model, [1, 0, 1]), gradients(expected, [1, 0, 1]))
+    assert compressions == [4, 4, 2]
+
+    monkeypatch.setattr(copies, "BUCKET_ENTRIES", 40 * 130 + 7 * 900)
+    gradients(model, everything)
+    change(model), change(expected)
+    assert_same(gradients(model, everything), gradients(expected, everything))
+    assert compressions == [4, 4, 2, 4, 2], "3 x 5000 is a bucket of its own, and so is 64 x 64"
+
+
+def test_buckets_have_only_weights_that_train(launches, compressions):
+    model, expected = pruned("samo"), pruned("dense")
+    everything = range(len(SHAPES))
+    gradients(model, everything)
+    for each in (model, expected):
+        each[0].weight.parameter.requires_grad_(False)
+        change(each)
+    assert_same(gradients(model, everything), gradients(expected, everything))
+    assert compressions == [3]
+    for each in (model, expected):
+        each[0].weight.parameter.requires_grad_(True)
+    assert_same(gradients(model, everything), gradients(expected, everything))
+    assert compressions == [3, 3], "the first weight has got a node of its own"
+
+
+def test_weights_may_not_change_between_forward_and_backward(launches, compressions):
+    model = pruned("samo")
+    for _ in range(2):
+        gradients(model, range(2))
+        change(model)
+    loss = model[0](torch.ones(1, 130)).sum() + model[1](torch.ones(1, 900)).sum()
+    change(model)
+    model[0](torch.ones(1, 130))  # fills the copies again
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
+def test_gradients_of_a_bucket_are_recomputed_and_differentiated(launches, compressions):
+    model, expected = pruned("samo"), pruned("dense")
+    for each in (model, expected):
+        gradients(each, range(2))
+        change(each)
+
+    def losses(each):
+        generator = torch.Generator().manual_seed(1)
+        for layer, (_, width) in zip(each[:2], SHAPES, strict=False):
+            inputs = torch.randn(4, width, generator=generator)
+            yield checkpoint(layer, inputs, use_reentrant=False).square().mean()
+
+    results = []
+    for each in (model, expected):
+        values = [layer.weight.parameter for layer in each[:2]]
+        results.append(torch.autograd.grad(sum(losses(each)), values))
+        first = torch.autograd.grad(sum(losses(each)), values, create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in first)
+        results.append(torch.autograd.grad(penalty, values))
+    assert_same(results[0], results[2])
+    for one, other in zip(results[1], results[3], strict=True):
+        torch.testing.assert_close(one, other)
+    assert compressions == [2, 2], (
+        "a differentiated gradient needs torch's operators"
+    )

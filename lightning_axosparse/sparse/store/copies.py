@@ -1,36 +1,28 @@
 """Fills the resident dense copies of weights when their unpruned values may have changed.
 
 After an optimizer step every copy on a GPU has to be filled again. The first one that is used fills
-all of them in one launch, because a launch for each weight takes Python longer than it takes the
-GPU to fill them.
+all of them in one launch. Layers multiply by these copies with torch's own operators: they are the
+outputs of autograd nodes on the unpruned values. A node serves a bucket of weights that are used
+one after the other, and compresses their gradients in one launch.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_axosparse.sparse.store.formats import BitmapLayout
-from lightning_axosparse.sparse.store.layout import Layout
-from lightning_axosparse.support.torch_internals import version_of
+from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.store.launches import Launches, Weight
+from lightning_axosparse.sparse.store.layout import Layout, check_unchanged
+from lightning_axosparse.support.torch_internals import backward_transformed, version_of
 
-
-class _Contents(NamedTuple):
-    """The unpruned values of a copy, their layout, and the dense tensor that gets them."""
-
-    values: Tensor
-    layout: Layout
-    dense: Tensor
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What has to be the same for all copies that one launch fills."""
-        return self.dense.device, self.dense.dtype, self.values.dtype
+BUCKET_ENTRIES = 2**26
+"""The most entries of a bucket, whose dense gradients are in memory at once: 128 MB in 16 bits."""
 
 
 class DenseCopy:
@@ -45,12 +37,19 @@ class DenseCopy:
         dense: the dense tensor, if memory is allocated for it.
         contents: what it was filled from, and the dense tensor; None if it has to be filled anew.
         is_used: whether it was used since it was filled.
+        parameter: the values of the last product that recorded gradients.
+        node_output: the dense tensor as the output of an autograd node on ``parameter``, if there
+            is one for the current values.
+        turn: the place of that product among those of all copies.
     """
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        self.contents: _Contents | None = None
+        self.contents: Weight | None = None
         self.is_used = False
+        self.parameter: Tensor | None = None
+        self.node_output: Tensor | None = None
+        self.turn = 0
         self._training = True
         self.dense: Tensor | None = None
         self._filled_at = (-1, -1)
@@ -67,11 +66,12 @@ class DenseCopy:
 
     def invalidate(self) -> None:
         """Fill the copy again at its next use: the values have changed, maybe without a version."""
-        self.contents = None
+        self.contents = self.node_output = None
 
     def release(self) -> None:
         """Free the memory until the next use."""
-        self.dense = self.contents = None
+        self.invalidate()
+        self.dense = None
 
     def filled(self, values: Tensor, layout: Layout) -> Tensor:
         """Return the copy with the current values; valid until they change.
@@ -84,7 +84,7 @@ class DenseCopy:
         if contents is None or contents.values.data_ptr() != values.data_ptr() or self.is_stale():
             # Keep the values' storage alive, so that no others are allocated at its address. The
             # parameter itself would follow to the address of new ``data``.
-            self.contents = contents = _Contents(
+            self.contents = contents = Weight(
                 values.detach(), layout, self._allocated(values, layout)
             )
             if self._copies is None:
@@ -93,6 +93,28 @@ class DenseCopy:
             self._copies.fill(self, contents)
         self.is_used = True
         return contents.dense
+
+    def differentiable(self, values: Tensor, layout: Layout) -> Tensor | None:
+        """Return the copy with an autograd node that makes it a function of the values.
+
+        Args:
+            values: a parameter that requires a gradient, shape ``(layout.nnz,)``.
+            layout: its layout.
+
+        Returns:
+            The copy; None where no kernel serves several weights: a processor compresses each
+            panel of a gradient faster while it is in the cache.
+        """
+        dense = self.filled(values, layout)
+        assert self._copies is not None
+        if self.node_output is None or self.parameter is not values:
+            if layout.kernels_together(values, dense) is None:
+                return None
+            self.parameter = values
+            _connect([self])
+        self._copies.turn += 1
+        self.turn = self._copies.turn
+        return self.node_output
 
     def _allocated(self, values: Tensor, layout: Layout) -> Tensor:
         if self.dense is None:
@@ -113,6 +135,7 @@ class DenseCopy:
         assert self._copies is not None
         self._filled_at = version_of(self.contents.values), self._copies.steps
         self.is_used = False
+        self.node_output = None
 
     def __reduce__(self) -> Any:
         return DenseCopy, ()
@@ -126,16 +149,17 @@ class _Copies:
 
     Attributes:
         steps: the number of steps of all optimizers while there are copies.
+        turn: the number of products that have recorded gradients.
+        launches: their kernels.
     """
 
     def __init__(self) -> None:
         counter = weakref.proxy(self)
         handle = register_optimizer_step_post_hook(lambda *_: counter.count_step())
         weakref.finalize(self, handle.remove)
-        self.steps = 0
+        self.steps = self.turn = 0
+        self.launches = Launches()
         self._copies: weakref.WeakSet[DenseCopy] = weakref.WeakSet()
-        self._rows: list[list[int]] = []
-        self._table: tuple[Tensor, Tensor] | None = None
 
     def count_step(self) -> None:
         """Count a step of an optimizer."""
@@ -145,44 +169,86 @@ class _Copies:
         """Add a copy, until it is freed."""
         self._copies.add(copy)
 
-    def fill(self, copy: DenseCopy, contents: _Contents) -> None:
+    def fill(self, copy: DenseCopy, contents: Weight) -> None:
         """Fill a copy, and on a GPU all others that are in use and stale."""
-        values, layout, dense = contents
-        kernels = layout.kernels_together(values, dense)
         together = {copy: contents}
-        if kernels is not None:
+        if contents.kernels is not None:
             together |= self._stale(contents.kind)
-        if kernels is None or len(together) == 1:
-            layout.fill(dense, values)
-        else:
-            table = self._table_of(list(together.values()))
-            kernels.densify_together(*table, values.dtype, dense.dtype)
-        for each in together:
+        in_order = sorted(together, key=lambda each: each.turn)
+        self.launches.densify([together[each] for each in in_order])
+        for each in in_order:
             each.set_filled()
+        for bucket in _buckets(in_order):
+            _connect(bucket)
 
-    def _stale(self, kind: tuple[Any, ...]) -> dict[DenseCopy, _Contents]:
+    def _stale(self, kind: tuple[Any, ...]) -> dict[DenseCopy, Weight]:
         """Return the copies of a kind that one launch can fill, and that were used."""
         return {
             copy: contents
             for copy in self._copies
             if copy.is_used and (contents := copy.contents) is not None
-            if contents.kind == kind and copy.is_stale()
-            if contents.layout.kernels_together(contents.values, contents.dense) is not None
+            if contents.kind == kind and copy.is_stale() and contents.kernels is not None
         }
 
-    def _table_of(self, weights: Sequence[_Contents]) -> tuple[Tensor, Tensor]:
-        """Return the table of weights, and the row of each program."""
-        rows, blocks = list[list[int]](), list[int]()
-        for values, layout, dense in sorted(weights, key=lambda each: each.dense.data_ptr()):
-            assert isinstance(layout, BitmapLayout)
-            rows.append([*layout.table_row(values, dense), sum(blocks)])
-            blocks.append(len(layout.starts) - 1)
-        if self._table is None or rows != self._rows:  # In training they stay the same.
-            device = weights[0].dense.device
-            owners = torch.arange(len(rows), dtype=torch.int32)
-            owners = owners.repeat_interleave(torch.tensor(blocks)).to(device)
-            self._rows, self._table = rows, (torch.tensor(rows, device=device), owners)
-        return self._table
+
+def _buckets(copies: Sequence[DenseCopy]) -> list[list[DenseCopy]]:
+    """Divide copies, in the order of their use, into buckets of at most ``BUCKET_ENTRIES``."""
+    buckets: list[list[DenseCopy]] = []
+    room = 0
+    for copy in copies:
+        if copy.parameter is None or not copy.parameter.requires_grad:
+            continue
+        assert copy.contents is not None
+        size = copy.contents.dense.numel()
+        if size > room:
+            buckets.append([])
+            room = BUCKET_ENTRIES
+        buckets[-1].append(copy)
+        room -= size
+    return buckets
+
+
+def _connect(copies: Sequence[DenseCopy]) -> None:
+    """Give the copies of a bucket their autograd node."""
+    weights = [copy.contents for copy in copies]
+    with torch.inference_mode(False), torch.enable_grad():
+        outputs = _Densify.apply(weights, *(copy.parameter for copy in copies))  # type: ignore[no-untyped-call]
+    for copy, output in zip(copies, outputs, strict=True):
+        copy.node_output = output
+
+
+class _Densify(torch.autograd.Function):
+    """The dense copies of a bucket as functions of the unpruned values.
+
+    All products until the next optimizer step use the same outputs, so it saves no tensors: a
+    backward pass would free them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Sequence[Weight], *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.copies, ctx.values = _copies_of_process(), values
+        ctx.layouts = [each.layout for each in weights]
+        ctx.versions = [version_of(each) for each in values]
+        return tuple(each.dense.detach() for each in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        results: list[Tensor | None] = [None] * len(gradients)
+        compressed = []
+        for at, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            values, layout = ctx.values[at], ctx.layouts[at]
+            check_unchanged(values, ctx.versions[at], layout)
+            if backward_transformed(gradient):
+                results[at] = reference.gather(gradient, layout.positions()).to(values.dtype)
+            else:
+                results[at] = out = values.new_empty(layout.nnz)
+                compressed.append(Weight(out, layout, gradient.contiguous()))
+        if compressed:
+            ctx.copies.launches.compress(compressed)
+        return None, *results
 
 
 _process: weakref.WeakValueDictionary[str, _Copies] = weakref.WeakValueDictionary()

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from typing_extensions import Self
 
 from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.support.torch_internals import version_of
 from lightning_axosparse.support.trace import clock, now
 from lightning_axosparse.support.troubleshooting import see
 
@@ -113,11 +114,11 @@ class Layout(ABC):
         """Return the kernels that do without positions, if there are any for a tile ``tensor``."""
 
     def kernels_together(self, values: Tensor, dense: Tensor) -> ModuleType | None:
-        """Return the kernels that densify this weight and others in one launch, if there are any.
+        """Return the kernels that serve this weight and others in one launch, if there are any.
 
         Args:
-            values: the unpruned values.
-            dense: the tensor that gets them.
+            values: the unpruned values of the weight or of its gradient.
+            dense: its dense tensor.
         """
         return None
 
@@ -202,12 +203,17 @@ class Layout(ABC):
         values = dense.new_empty(self.nnz)
         if dense.is_meta:  # the parameter of another stage
             return values
+        self.read(dense, values)
+        return values
+
+    @torch.no_grad()
+    def read(self, dense: Tensor, values: Tensor) -> None:
+        """Copy the unpruned entries of ``dense``, cast to their dtype, to ``values``."""
         if type(dense) not in (Tensor, Parameter):
             dense = dense.clone()  # of a sparse weight once, not for each tile
         rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
             self.compress_tile(tile, rows[tile.rows].reshape(-1), values[tile.entries])
-        return values
 
     @torch.no_grad()
     def densify(self, values: Tensor) -> Tensor:
@@ -306,6 +312,24 @@ class Layout(ABC):
             return False
         there = other.to(self.starts.device)
         return torch.equal(self.positions().long(), there.positions().long())
+
+
+def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
+    """Check that unpruned values have not changed since the forward pass read them.
+
+    Autograd checks the versions of the tensors it saves. Unpruned values are not saved, because the
+    parameter stays in memory anyway.
+
+    Raises:
+        RuntimeError: if their version is not ``version`` any more.
+    """
+    if version_of(values) != version:
+        raise RuntimeError(
+            f"The unpruned values of a sparse weight of shape {tuple(layout.shape)} were changed "
+            "in place after the forward pass that read it and before the backward pass that needs "
+            "it again. Step the optimizer, load weights or change them only after backward."
+            + see("sparse-storage")
+        )
 
 
 def row_length(shape: torch.Size) -> int:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_axosparse.sparse.backend import AUTO, Backend
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.copies import DenseCopy
-from lightning_axosparse.sparse.store.layout import Layout, row_length
+from lightning_axosparse.sparse.store.layout import Layout, check_unchanged, row_length
 from lightning_axosparse.sparse.store.materialize import DenseForm
 from lightning_axosparse.support.torch_internals import (
     apply_untransformed,
@@ -426,24 +426,6 @@ def compress_gradient(gradient: Tensor, layout: Layout) -> Tensor:
     if backward_transformed(gradient):
         return reference.gather(dense, layout.positions())
     return layout.compress(dense)
-
-
-def check_unchanged(values: Tensor, version: int, layout: Layout) -> None:
-    """Check that unpruned values have not changed since the forward pass read them.
-
-    Autograd checks the versions of the tensors it saves. Unpruned values are not saved, because the
-    parameter stays in memory anyway.
-
-    Raises:
-        RuntimeError: if their version is not ``version`` any more.
-    """
-    if version_of(values) != version:
-        raise RuntimeError(
-            f"The unpruned values of a sparse weight of shape {tuple(layout.shape)} were changed "
-            "in place after the forward pass that read it and before the backward pass that needs "
-            "it again. Step the optimizer, load weights or change them only after backward."
-            + see("sparse-storage")
-        )
 
 
 def _write_through(
