@@ -50,6 +50,7 @@ class Arm:
         shape: how the rate decays after the warm-up: "cosine" or "linear".
         rise: rates are multiplied by the kept fraction to minus this power, as it shrinks.
         ramp: power of the schedule of "gradual" and "through"; 3: cubic.
+        block: rows of a column that are pruned together; 4: the pattern "4x1".
         row_floor: entries that each row of a weight keeps at least, as far as they are trained.
         own_rates: the rate of each pruned weight is multiplied by (the mean density / its own
             density) to this power, which is clamped to 0.5 to 3.
@@ -84,6 +85,7 @@ class Arm:
     shape: Shape = "cosine"
     rise: float = 0.0
     ramp: float = 3.0
+    block: int = 1
     row_floor: int = 0
     own_rates: float = 0.0
     ham: float = 0.0

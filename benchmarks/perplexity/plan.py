@@ -165,6 +165,9 @@ AVERAGES = (
 )
 """Averages of the weights: of the last tenth of the run, and for the score."""
 
+BLOCKS = tuple(replace(CURVED, rate=rate, block=4) for rate in (6e-3, 9e-3))
+"""80 % in blocks of four rows of a column, which a product would load once."""
+
 PHASES: dict[str, tuple[Comparison, ...]] = {
     "rates": (
         Comparison(
@@ -429,6 +432,14 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         Comparison(
             "A rate for each weight",
             of(LIBRARY, BEST, *OWN_RATES),
+            CHOOSING,
+            "validation",
+        ),
+    ),
+    "blocks": (
+        Comparison(
+            "80 % in blocks of 4x1, and 90 % of single entries",
+            of(LIBRARY, BEST, CURVED, *BLOCKS, NINETY),
             CHOOSING,
             "validation",
         ),

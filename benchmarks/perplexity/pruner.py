@@ -218,10 +218,12 @@ SCORES: dict[str, Score] = {
 
 
 def score_of(arm: Arm) -> Score:
-    """Return the score of an arm, by name, of averaged weights and with a floor a row."""
+    """Return the score of an arm, by name, of averaged weights, by blocks, with a floor a row."""
     score = SCORES[arm.score]
     if arm.smoothed:
         score = by_average(score)
+    if arm.block > 1:
+        score = by_block(score, arm.block)
     return with_row_floor(score, arm.row_floor) if arm.row_floor else score
 
 
@@ -232,6 +234,17 @@ def by_average(score: Score) -> Score:
         return score(state.get("smoothed", weight), state)
 
     return averaged
+
+
+def by_block(score: Score, rows: int) -> Score:
+    """Return the score of a block of so many rows of a column, the same for all its entries."""
+
+    def of_block(weight: Tensor, state: State) -> Tensor:
+        scores = score(weight, state)
+        blocks = scores.view(-1, rows, scores.shape[-1])
+        return blocks.mean(1, keepdim=True).expand_as(blocks).reshape(scores.shape)
+
+    return of_block
 
 
 def with_row_floor(score: Score, count: int) -> Score:

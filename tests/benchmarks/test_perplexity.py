@@ -305,6 +305,14 @@ def test_a_floor_of_rows_keeps_as_many_entries_elsewhere(folder):
     assert floored.max() > 3
 
 
+def test_blocks_of_rows_are_pruned_as_a_whole(folder):
+    masks = trained(replace(GRADUAL, block=4), folder).pruner.masks
+    blocks = [mask.view(-1, 4, mask.shape[-1]) for mask in masks.values()]
+    split = sum(int((block.any(1) != block.all(1)).sum()) for block in blocks)
+    assert split <= len(blocks), "at most the one at each weight's threshold"
+    assert 0 < sum(int(mask.sum()) for mask in masks.values())
+
+
 def test_own_rates_are_those_of_a_group_for_each_weight(folder):
     kept = {"thin": 1, "middle": 20, "mean": 26, "thick": 100, "none": 0, "other": 9}
     masks = {name: torch.arange(100) < number for name, number in kept.items()}  # in all 0.26
@@ -426,6 +434,7 @@ def test_defaults_are_those_of_the_lines_that_lack_a_field(tmp_path):
         "shape": "cosine",
         "rise": 0.0,
         "ramp": 3.0,
+        "block": 1,
         "row_floor": 0,
         "own_rates": 0.0,
         "ham": 0.0,
