@@ -31,6 +31,7 @@ from lightning_axosparse.sparse.backend import (
     this_processor,
 )
 from lightning_axosparse.sparse.module.optimizer_state import validate_elementwise_optimizers
+from lightning_axosparse.sparse.ops.measure import measured_processor
 from lightning_axosparse.sparse.ops.products import max_density
 from lightning_axosparse.sparse.store.materialize import copy_pays
 from lightning_axosparse.strategy.validation import (
@@ -205,7 +206,8 @@ class WeightPruning(TicketCallback):
 
     def _prune(self, trainer: Trainer, ticket: Ticket) -> None:
         strategy = strategy_of(trainer)
-        local = most_cautious(filter(None, (this_processor(), self._processor)))
+        measured = measured_processor() if strategy.root_device.type == "cpu" else None
+        local = most_cautious(filter(None, (measured or this_processor(), self._processor)))
         self._processor = most_cautious(all_gather(local, strategy.world_group))
         backend = Backend(self.compute, self._processor)
         if self.compute == "auto" and self._copy_pays(trainer, ticket, backend):

@@ -19,10 +19,12 @@ values, or with a dense copy that stays in memory."""
 
 COMPUTES: tuple[str, ...] = get_args(Compute)
 
-Processor = Literal["unmeasured", "matrix", "bfloat16", "float32"]
+Processor = Literal["dense", "few", "matrix", "bfloat16", "float32"]
 """A kind of processor, in the order of how much sparse products gain there, the least first.
 
-- "unmeasured": it is not x86-64; nothing has been measured there.
+- "dense": it is not x86-64. Sparse products are slower there, or have not been measured: see
+  ``sparse/ops/measure.py``, which may find any kind but "dense" instead.
+- "few": it is not x86-64. Up to a quarter of unpruned values they are faster, in float32.
 - "matrix": its matrix instructions (AMX) multiply in 16 bits many times as fast as in float32.
   Sparse products have not been compared with those.
 - "bfloat16": its vector instructions (AVX-512) multiply in bfloat16, some times as fast.
@@ -56,9 +58,9 @@ AUTO = Backend()
 
 @cache
 def this_processor() -> Processor:
-    """Return the kind of this machine's processor."""
+    """Return the kind of this machine's processor, as far as it is known without measuring."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return "unmeasured"
+        return "dense"
     flags = cpu_info()["flags"].split()
     if "amx_tile" in flags:
         return "matrix"

@@ -233,6 +233,4 @@ def test_gradients_of_a_bucket_are_recomputed_and_differentiated(launches, compr
     assert_same(results[0], results[2])
     for one, other in zip(results[1], results[3], strict=True):
         torch.testing.assert_close(one, other)
-    assert compressions == [2, 2], (
-        "a differentiated gradient needs torch's operators"
-    )
+    assert compressions == [2, 2], "a differentiated gradient needs torch's operators"

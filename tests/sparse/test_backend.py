@@ -15,7 +15,7 @@ from lightning_axosparse.sparse.backend import PROCESSORS, Backend, most_cautiou
         ("AMD64", "avx512f avx512_bf16", "bfloat16"),
         ("x86_64", "avx2 amx_tile_of_another_name", "float32"),
         ("x86_64", "", "float32"),
-        ("aarch64", "asimd bf16", "unmeasured"),
+        ("aarch64", "asimd bf16", "dense"),
     ],
 )
 def test_the_kind_of_a_processor(machine, flags, processor, monkeypatch):
@@ -31,7 +31,8 @@ def test_the_kind_of_this_processor_is_known():
 def test_several_processors_choose_as_the_one_that_gains_least():
     assert most_cautious(["float32", "bfloat16"]) == "bfloat16"
     assert most_cautious(["matrix", "float32", "bfloat16"]) == "matrix"
-    assert most_cautious(["matrix", "unmeasured"]) == "unmeasured"
+    assert most_cautious(["matrix", "few"]) == "few"
+    assert most_cautious(["few", "dense"]) == "dense"
     assert most_cautious(["float32"]) == "float32"
 
 

@@ -27,6 +27,7 @@ from lightning_axosparse.sparse.module.sparse_module import (
 )
 from lightning_axosparse.sparse.ops import convolution, embedding
 from lightning_axosparse.sparse.ops import products as sparse_products
+from lightning_axosparse.sparse.ops.measure import measured_processor
 from lightning_axosparse.sparse.store.formats import layout_of
 from lightning_axosparse.sparse.store.layout import Layout, is_stack
 from lightning_axosparse.sparse.store.materialize import DenseForm, master_dtype
@@ -120,7 +121,8 @@ def sparsify(
         elif entry.layout.nnz > layout.nnz:
             _prune_further(entry, layout, optimizers)
         assert entry.form is not None
-        entry.form.compute_by(Backend(compute))
+        measured = measured_processor() if entry.parameter.is_cpu else None
+        entry.form.compute_by(Backend(compute, measured))
     renew_reducers(module)
     load_loops_of(module)
     release_freed_memory()

@@ -186,7 +186,8 @@ def should_run(layout: Layout, backend: Backend, operand: Tensor) -> TypeGuard[S
         return False
     if backend.compute in ("dense", "sparse"):
         return backend.compute == "sparse"
-    return backend.processor != "unmeasured" and layout.nnz <= MAX_DENSITY * layout.shape.numel()
+    gains = backend.processor not in ("dense", "few")
+    return gains and layout.nnz <= MAX_DENSITY * layout.shape.numel()
 
 
 def large_enough(backend: Backend, geometry: Geometry) -> bool:

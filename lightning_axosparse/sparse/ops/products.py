@@ -31,12 +31,14 @@ Densities = Mapping[str, float]
 """
 
 _USUAL: Densities = {"spmm_t": 0.4, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
+_QUARTER: Densities = {"spmm_t": 0.25, "spmm": 0.25, "sddmm": 0.25, "one_token": 1.0}
 _SMALL: Densities = {"spmm_t": 0.2, "spmm": 0.12, "sddmm": 0.15, "one_token": 1.0}
 _ALWAYS: Densities = dict.fromkeys(_USUAL, 1.0)
 _NEVER: Densities = dict.fromkeys(_USUAL, -1.0)
 
 MAX_DENSITY: Mapping[Processor, tuple[Densities, Densities]] = {
-    "unmeasured": (_NEVER, _NEVER),
+    "dense": (_NEVER, _NEVER),
+    "few": (_QUARTER, _NEVER),
     "matrix": (_USUAL, _NEVER),
     "bfloat16": (_USUAL, _SMALL),
     "float32": (_USUAL, _USUAL),

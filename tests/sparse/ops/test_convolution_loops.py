@@ -179,7 +179,7 @@ def test_what_is_chosen():
         if convolution.should_run(layout, Backend(compute, "matrix"), operand)
     ]
     assert choices == [("auto", True), ("sparse", True), ("sparse", False)]
-    assert not convolution.should_run(few, Backend("auto", "unmeasured"), operand)
+    assert not convolution.should_run(few, Backend("auto", "dense"), operand)
     assert not convolution.should_run(few, Backend("sparse"), operand.bfloat16())
     depthwise = layout_of(torch.rand(30, 1, 3, 3) < 0.2)
     assert not convolution.should_run(depthwise, Backend("sparse"), operand)

@@ -207,7 +207,9 @@ def test_products_of_double_precision_run_on_panels(compute):
 @pytest.mark.parametrize(
     ("processor", "density", "there"),
     [
-        ("unmeasured", 0.05, ""),
+        ("dense", 0.05, ""),
+        ("few", 0.05, "float32"),
+        ("few", 0.4, ""),
         ("matrix", 0.05, "float32"),
         ("bfloat16", 0.05, "float32 16"),
         ("bfloat16", 0.3, "float32"),
