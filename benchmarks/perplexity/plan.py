@@ -141,6 +141,13 @@ RISING = to_zero(
 )
 """Rates that rise as less is kept: with 0.5 to 2.2 times at 80 %, and to 3.2 times at 90 %."""
 
+HIGHER = to_zero(
+    *(replace(arm, rate=1.2e-2) for arm in (BEST, CURVED, NINETY, FROM_HALF)),
+    *(replace(arm, rate=2e-2) for arm in (BEST, CURVED, NINETY)),
+    *(replace(arm, rate=1.2e-2, rise=0.25) for arm in (CURVED, NINETY)),
+)
+"""Higher rates with a line to zero, as 1.2e-2 was the best of three for all."""
+
 OTHER_RAMPS = (
     NINETY,
     *(replace(NINETY, end=end) for end in (0.8, 0.75, 0.7)),
@@ -418,6 +425,22 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             of(LIBRARY, *to_zero(BEST), *RISING),
             CHOOSING,
             "validation",
+        ),
+    ),
+    "higher-rates": (
+        Comparison(
+            "Higher rates that decay to zero",
+            of(LIBRARY, *HIGHER),
+            CHOOSING,
+            "validation",
+        ),
+    ),
+    "zero-report": (
+        Comparison(
+            "What pruning costs with rates that decay to zero",
+            of(LIBRARY, *HIGHER[:4]),
+            FRESH,
+            "test",
         ),
     ),
     "ramps": (
