@@ -221,7 +221,8 @@ class _Densify(torch.autograd.Function):
     """The dense copies of a bucket as functions of the unpruned values.
 
     All products until the next optimizer step use the same outputs, so it saves no tensors: a
-    backward pass would free them.
+    backward pass would free them. The kernels that fill the copies again count no change of them,
+    so the versions of the values tell whether a backward pass comes too late.
     """
 
     @staticmethod
