@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse import sparsify
@@ -234,3 +235,26 @@ def test_gradients_of_a_bucket_are_recomputed_and_differentiated(launches, compr
     for one, other in zip(results[1], results[3], strict=True):
         torch.testing.assert_close(one, other)
     assert compressions == [2, 2], "a differentiated gradient needs torch's operators"
+
+
+def test_copies_are_filled_inside_a_transform(launches, compressions):
+    model, expected = pruned("samo"), pruned("dense")
+    for each in (model, expected):
+        gradients(each, range(2))
+        change(each)
+    inputs = torch.randn(3, SHAPES[0][1])
+    outputs = [torch.func.vmap(each[0])(inputs) for each in (model, expected)]
+    torch.testing.assert_close(*outputs)
+    assert_same(gradients(model, range(2)), gradients(expected, range(2)))
+
+
+def test_a_read_weight_that_fills_the_copies_loses_no_gradient(launches, compressions):
+    model, expected = pruned("samo"), pruned("dense")
+    for each in (model, expected):
+        gradients(each, range(2))
+        change(each)
+        each[0].weight.sum().item()
+        functional.linear(torch.ones(1, 130), each[0].weight).sum().backward()
+    assert launches == [2]
+    assert_same(gradients(model, range(2)), gradients(expected, range(2)))
+    assert compressions == [2]
