@@ -4,9 +4,9 @@
     python -m benchmarks.gpu.kernels --tiny       # on CPU: does it all work?
 
 Before any timing, every kernel is compared with the reference, to the bit, and one launch for
-several weights with a launch for each. Then prints a Markdown
-table: one weight made dense and compressed again, next to filling the same memory with zeros, which
-is the lower bound for making it dense.
+several weights with a launch for each. Then prints a Markdown table: one weight made dense and
+compressed again, next to filling the same memory with zeros, which is the lower bound for making it
+dense.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
-from lightning_axosparse.sparse.store.launches import Launches, Weight
+from lightning_axosparse.sparse.store.launches import Launches, WeightTensors
 from lightning_axosparse.sparse.store.layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,8 +62,8 @@ def check_together(device: torch.device) -> None:
         dense = [torch.randn(mask.shape, device=device).to(dtype) for mask in masks]
         values = [each.compress(d).to(stored) for each, d in zip(layouts, dense, strict=True)]
         read, made = ([torch.empty_like(each) for each in them] for them in (values, dense))
-        launches.compress([Weight(*each) for each in zip(read, layouts, dense, strict=True)])
-        launches.densify([Weight(*each) for each in zip(values, layouts, made, strict=True)])
+        launches.compress([WeightTensors(*each) for each in zip(read, layouts, dense, strict=True)])
+        launches.densify([WeightTensors(*each) for each in zip(values, layouts, made, strict=True)])
         for layout, compressed, one, filled in zip(layouts, values, read, made, strict=True):
             assert torch.equal(one, compressed), layout
             assert torch.equal(filled, layout.densify(compressed.to(dtype))), layout

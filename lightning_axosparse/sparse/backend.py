@@ -22,9 +22,8 @@ COMPUTES: tuple[str, ...] = get_args(Compute)
 Processor = Literal["dense", "few", "matrix", "bfloat16", "float32"]
 """A kind of processor, in the order of how much sparse products gain there, the least first.
 
-- "dense": it is not x86-64. Sparse products are slower there, or have not been measured: see
-  ``sparse/ops/measure.py``, which may find any kind but "dense" instead.
-- "few": it is not x86-64. Up to a quarter of unpruned values they are faster, in float32.
+- "dense": it is not x86-64, and sparse products are slower there, or have not been measured.
+- "few": it is not x86-64, and up to a quarter of unpruned values they are faster, in float32.
 - "matrix": its matrix instructions (AMX) multiply in 16 bits many times as fast as in float32.
   Sparse products have not been compared with those.
 - "bfloat16": its vector instructions (AVX-512) multiply in bfloat16, some times as fast.
@@ -58,7 +57,7 @@ AUTO = Backend()
 
 @cache
 def this_processor() -> Processor:
-    """Return the kind of this machine's processor, as far as it is known without measuring."""
+    """Return the kind of this machine's processor; ``ops/measure.py`` measures one of "dense"."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return "dense"
     flags = cpu_info()["flags"].split()

@@ -165,38 +165,38 @@ def assert_same(found, expected):
 
 def test_one_launch_compresses_the_gradients_of_a_bucket(launches, compressions, monkeypatch):
     model, expected = pruned("samo"), pruned("dense")
-    everything = range(len(SHAPES))
-    assert_same(gradients(model, everything), gradients(expected, everything))
+    every_layer = range(len(SHAPES))
+    assert_same(gradients(model, every_layer), gradients(expected, every_layer))
     assert compressions == [], "at first nothing is known of the order of their use"
     change(model), change(expected)
     for _ in range(2):  # micro-batches
-        assert_same(gradients(model, everything), gradients(expected, everything))
+        assert_same(gradients(model, every_layer), gradients(expected, every_layer))
     assert compressions == [4, 4]
-    separately = gradients(model, everything, together=False)
-    assert_same(separately, gradients(expected, everything, together=False))
+    separately = gradients(model, every_layer, together=False)
+    assert_same(separately, gradients(expected, every_layer, together=False))
     assert compressions == [4, 4]
     assert_same(gradients(model, [1, 0, 1]), gradients(expected, [1, 0, 1]))
     assert compressions == [4, 4, 2]
 
     monkeypatch.setattr(copies, "BUCKET_ENTRIES", 40 * 130 + 7 * 900)
-    gradients(model, everything)
+    gradients(model, every_layer)
     change(model), change(expected)
-    assert_same(gradients(model, everything), gradients(expected, everything))
+    assert_same(gradients(model, every_layer), gradients(expected, every_layer))
     assert compressions == [4, 4, 2, 4, 2], "3 x 5000 is a bucket of its own, and so is 64 x 64"
 
 
 def test_buckets_have_only_weights_that_train(launches, compressions):
     model, expected = pruned("samo"), pruned("dense")
-    everything = range(len(SHAPES))
-    gradients(model, everything)
+    every_layer = range(len(SHAPES))
+    gradients(model, every_layer)
     for each in (model, expected):
         each[0].weight.parameter.requires_grad_(False)
         change(each)
-    assert_same(gradients(model, everything), gradients(expected, everything))
+    assert_same(gradients(model, every_layer), gradients(expected, every_layer))
     assert compressions == [3]
     for each in (model, expected):
         each[0].weight.parameter.requires_grad_(True)
-    assert_same(gradients(model, everything), gradients(expected, everything))
+    assert_same(gradients(model, every_layer), gradients(expected, every_layer))
     assert compressions == [3, 3], "the first weight has got a node of its own"
 
 

@@ -121,7 +121,8 @@ def sparsify(
         elif entry.layout.nnz > layout.nnz:
             _prune_further(entry, layout, optimizers)
         assert entry.form is not None
-        measured = measured_processor() if entry.parameter.is_cpu else None
+        chooses = compute == "auto" and entry.parameter.is_cpu
+        measured = measured_processor() if chooses else None
         entry.form.compute_by(Backend(compute, measured))
     renew_reducers(module)
     load_loops_of(module)

@@ -7,7 +7,7 @@ which all products are faster than those with panels of a dense weight.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -53,13 +53,14 @@ def _is_faster(densities: Densities, dtype: torch.dtype) -> bool:
 
 @cache
 def _one_is_faster(product: str, density: float, dtype: torch.dtype) -> bool:
-    tokens = 1 if product == "one_token" else _TOKENS
-    name = "spmm_t" if product == "one_token" else product
-    generator = torch.Generator().manual_seed(0)
-    density = min(density, _ONE_TOKEN) if product == "one_token" else density
-    layout = layout_of(torch.rand(_ROWS, _COLUMNS, generator=generator) < density, "segments")
-    values = torch.ones(layout.nnz, dtype=dtype)
-    outputs, inputs = (torch.ones(tokens, size, dtype=dtype) for size in (_ROWS, _COLUMNS))
+    name, tokens = product, _TOKENS
+    if product == "one_token":
+        name, tokens, density = "spmm_t", 1, min(density, _ONE_TOKEN)
+    generator = torch.Generator("cpu").manual_seed(0)
+    chances = torch.rand(_ROWS, _COLUMNS, generator=generator, device="cpu")
+    layout = layout_of(chances < density, "segments")
+    ones = partial(torch.ones, dtype=dtype, device="cpu")
+    values, outputs, inputs = ones(layout.nnz), ones(tokens, _ROWS), ones(tokens, _COLUMNS)
     operands: dict[str, tuple[Any, ...]] = {
         "spmm_t": (inputs, values, layout),
         "spmm": (outputs, values, layout),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.store.launches import Launches, Weight
+from lightning_axosparse.sparse.store.launches import Launches, WeightTensors
 from lightning_axosparse.sparse.store.layout import Layout, check_unchanged
 from lightning_axosparse.support.torch_internals import backward_transformed, version_of
 
@@ -45,7 +45,7 @@ class DenseCopy:
 
     def __init__(self) -> None:
         self.dtype: torch.dtype | None = None
-        self.contents: Weight | None = None
+        self.contents: WeightTensors | None = None
         self.is_used = False
         self.parameter: Tensor | None = None
         self.node_output: Tensor | None = None
@@ -84,7 +84,7 @@ class DenseCopy:
         if contents is None or contents.values.data_ptr() != values.data_ptr() or self.is_stale():
             # Keep the values' storage alive, so that no others are allocated at its address. The
             # parameter itself would follow to the address of new ``data``.
-            self.contents = contents = Weight(
+            self.contents = contents = WeightTensors(
                 values.detach(), layout, self._allocated(values, layout)
             )
             if self._copies is None:
@@ -169,7 +169,7 @@ class _Copies:
         """Add a copy, until it is freed."""
         self._copies.add(copy)
 
-    def fill(self, copy: DenseCopy, contents: Weight) -> None:
+    def fill(self, copy: DenseCopy, contents: WeightTensors) -> None:
         """Fill a copy, and on a GPU all others that are in use and stale."""
         together = {copy: contents}
         if contents.kernels is not None:
@@ -181,7 +181,7 @@ class _Copies:
         for bucket in _buckets(in_order):
             _connect(bucket)
 
-    def _stale(self, kind: tuple[Any, ...]) -> dict[DenseCopy, Weight]:
+    def _stale(self, kind: tuple[Any, ...]) -> dict[DenseCopy, WeightTensors]:
         """Return the copies of a kind that one launch can fill, and that were used."""
         return {
             copy: contents
@@ -226,7 +226,7 @@ class _Densify(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weights: Sequence[Weight], *values: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, weights: Sequence[WeightTensors], *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.copies, ctx.values = _copies_of_process(), values
         ctx.layouts = [each.layout for each in weights]
@@ -246,9 +246,8 @@ class _Densify(torch.autograd.Function):
                 results[at] = reference.gather(gradient, layout.positions()).to(values.dtype)
             else:
                 results[at] = out = values.new_empty(layout.nnz)
-                compressed.append(Weight(out, layout, gradient.contiguous()))
-        if compressed:
-            ctx.copies.launches.compress(compressed)
+                compressed.append(WeightTensors(out, layout, gradient.contiguous()))
+        ctx.copies.launches.compress(compressed)
         return None, *results
 
 

@@ -21,7 +21,7 @@ _TABLES = 256
 _Table = tuple[Tensor, Tensor]
 
 
-class Weight(NamedTuple):
+class WeightTensors(NamedTuple):
     """The unpruned values of a weight, or of its gradient, their layout, and the dense tensor."""
 
     values: Tensor
@@ -45,23 +45,29 @@ class Launches:
     def __init__(self) -> None:
         self._tables: dict[tuple[tuple[int, ...], ...], _Table] = {}
 
-    def densify(self, weights: Sequence[Weight]) -> None:
+    def densify(self, weights: Sequence[WeightTensors]) -> None:
         """Write the values, and zeros, to each dense tensor; several weights have kernels."""
-        if len(weights) == 1:
-            values, layout, dense = weights[0]
-            layout.fill(dense, values)
-        elif (kernels := weights[0].kernels) is not None:
-            kernels.densify_together(*self._table(weights), *_dtypes(weights[0]))
+        if len(weights) > 1:
+            self._launch("densify_together", weights)
+        else:
+            for values, layout, dense in weights:
+                layout.fill(dense, values)
 
-    def compress(self, weights: Sequence[Weight]) -> None:
+    def compress(self, weights: Sequence[WeightTensors]) -> None:
         """Copy the unpruned entries of each dense tensor to the values, likewise."""
-        if len(weights) == 1:
-            values, layout, dense = weights[0]
-            layout.read(dense, values)
-        elif (kernels := weights[0].kernels) is not None:
-            kernels.compress_together(*self._table(weights), *_dtypes(weights[0]))
+        if len(weights) > 1:
+            self._launch("compress_together", weights)
+        else:
+            for values, layout, dense in weights:
+                layout.read(dense, values)
 
-    def _table(self, weights: Sequence[Weight]) -> _Table:
+    def _launch(self, kernel: str, weights: Sequence[WeightTensors]) -> None:
+        first = weights[0]
+        assert first.kernels is not None
+        dtypes = first.values.dtype, first.dense.dtype
+        getattr(first.kernels, kernel)(*self._table(weights), *dtypes)
+
+    def _table(self, weights: Sequence[WeightTensors]) -> _Table:
         """Return the rows of weights, and the row of the weight on which each program works."""
         rows, blocks = list[tuple[int, ...]](), list[int]()
         for values, layout, dense in weights:
@@ -77,7 +83,3 @@ class Launches:
             owners = owners.repeat_interleave(torch.tensor(blocks)).to(device)
             self._tables[key] = torch.tensor(rows, device=device), owners
         return self._tables[key]
-
-
-def _dtypes(weight: Weight) -> tuple[torch.dtype, torch.dtype]:
-    return weight.values.dtype, weight.dense.dtype

@@ -26,7 +26,7 @@ def other(monkeypatch):
     monkeypatch.setattr(backend, "this_processor", lambda: "dense")
 
 
-def seconds_per_entry(monkeypatch, limit, in_16_bits):
+def faster_up_to(monkeypatch, limit, in_16_bits):
     """Let products on unpruned values be faster up to a density, and up to another in 16 bits."""
 
     def is_faster(product, density, dtype):
@@ -46,7 +46,7 @@ def seconds_per_entry(monkeypatch, limit, in_16_bits):
     ],
 )
 def test_the_kind_is_the_one_whose_limits_are_reached(limit, in_16_bits, kind, monkeypatch):
-    seconds_per_entry(monkeypatch, limit, in_16_bits)
+    faster_up_to(monkeypatch, limit, in_16_bits)
     assert measured_processor() == kind
 
 
