@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import settings
@@ -192,8 +194,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    slow = re.compile("|".join(map(re.escape, SLOW)))
     for item in items:
-        if any(name in item.nodeid for name in SLOW):
+        if slow.search(item.nodeid):
             item.add_marker("slow")
     items.sort(key=lambda item: not LAST.isdisjoint(item.path.parts))
 

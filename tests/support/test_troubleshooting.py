@@ -27,9 +27,6 @@ PACKAGE = REPOSITORY / "lightning_axosparse"
 FILE = str(REPOSITORY / PAGE)
 TEXT = Path(FILE).read_text()
 NO_ENTRIES = {"what-is-refused", "known-limits"}
-MODULES = {
-    str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")
-}
 
 
 def called(node: ast.AST) -> str:
@@ -45,7 +42,7 @@ def test_links_lead_to_headings_and_to_all_that_are_entries() -> None:
     assert len(entries) == len({*entries})
     used = {
         call.args[0].value
-        for tree in MODULES.values()
+        for tree in (ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py"))
         for call in ast.walk(tree)
         if isinstance(call, ast.Call) and called(call) == "see"
     }

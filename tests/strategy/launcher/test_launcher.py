@@ -15,9 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
-import optuna
 import psutil
 import pytest
 import torch
@@ -26,7 +24,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from nbclient import NotebookClient
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -247,10 +244,14 @@ class Reports(Callback):
     """Does what callbacks of Optuna do."""
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
+        import optuna  # it takes a second, and few workers run this test
+
         raise optuna.TrialPruned("worse than the median")
 
 
 def test_a_callback_on_ranks_prunes_a_trial_of_optuna():
+    import optuna
+
     def objective(trial: Any) -> None:
         strategy = AxoSparseStrategy(g_inter=2)
         fit_net(net_trainer(strategy, devices=2, callbacks=[Reports()]), Net())
@@ -449,6 +450,9 @@ def test_from_a_script_without_a_file(how, tmp_path):
 
 
 def test_from_a_notebook(tmp_path):
+    import nbformat  # it takes a second, and few workers run this test
+    from nbclient import NotebookClient
+
     parts = SCRIPT.replace("RANKS", "2").split("\n\n")
     cells = [nbformat.v4.new_code_cell(part) for part in parts]
     notebook = nbformat.v4.new_notebook(cells=cells)
