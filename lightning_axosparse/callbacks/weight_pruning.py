@@ -128,8 +128,14 @@ class WeightPruning(TicketCallback):
         """Prune by the ticket if there is one: given by the user, or drawn before a resume."""
         self._validate_model(pl_module)
         if self.ticket is None:
+            automatic = self._rule.score == "auto"
             with misconfigured():
                 self._rule = self._rule.resolved(pl_module, trainer.optimizers)
+            if automatic and self._rule.score == "magnitude":
+                rank_zero_info(
+                    "Entries are ranked by magnitude: saliency needs the optimizer's second moment "
+                    "of all pruned weights, which SGD does not estimate and frozen weights lack."
+                )
         validate_one_optimizer(trainer.optimizers, type(self).__name__)
         for optimizer in trainer.optimizers:
             validate_elementwise_optimizers(optimizer)

@@ -11,6 +11,7 @@ from lightning_axosparse import GradualPruning
 from lightning_axosparse.pruning import Ticket
 from lightning_axosparse.sparse.module.parameters import layouts
 from tests.callbacks.small import (
+    Model,
     PartialStrategy,
     SavedAfterStep,
     SavedAt,
@@ -112,6 +113,13 @@ def test_a_checkpoint_with_another_ticket_is_rejected(ticket, tmp_path):
     fit(GradualPruning(0.5, 1, 4), 2, callbacks=[SavedAt(1, path)])
     with pytest.raises(MisconfigurationException, match="another ticket"):
         fit(GradualPruning(ticket=ticket), 3, ckpt_path=path)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_run_that_cannot_rank_by_saliency_says_so(optimizer, caplog):
+    with caplog.at_level("INFO", "lightning.pytorch.utilities.rank_zero"):
+        fit(GradualPruning(0.5), 1, Model(optimizer=optimizer))
+    assert ("ranked by magnitude" in caplog.text) == (optimizer is torch.optim.SGD)
 
 
 @pytest.mark.parametrize(
