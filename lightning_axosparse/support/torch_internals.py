@@ -13,8 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _get_current_function_mode_stack,
+)
 from torch.utils import _pytree
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
@@ -254,8 +259,13 @@ def transformed() -> bool:
 
 
 def observed() -> bool:
-    """Return whether a mode observes torch functions; it does not see nodes of autograd."""
-    return torch._C._is_torch_function_mode_enabled()
+    """Return whether a mode observes torch functions; it does not see nodes of autograd.
+
+    A default device is a mode, too, but observes nothing.
+    """
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    return any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
 
 
 def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:

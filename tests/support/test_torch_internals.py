@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse.ops import torch_functions
-from lightning_axosparse.support.torch_internals import tree_leaves, tree_map_only
+from lightning_axosparse.support.torch_internals import observed, tree_leaves, tree_map_only
 from tests.sparse.masking import apply_masks, random_masks
 
 
@@ -133,3 +134,35 @@ def test_the_pytrees_are_those_of_torch(tree):
         torchs = pytree.tree_map_only(wanted, repr, tree)
         assert found == torchs
         assert pytree.tree_structure(found) == pytree.tree_structure(torchs)
+
+
+class Recorder(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "inputs", "function"),
+    [
+        (nn.Linear(64, 64), torch.randn(2, 64), nn.functional.linear),
+        (nn.Embedding(64, 64), torch.arange(3), nn.functional.embedding),
+    ],
+)
+def test_a_mode_sees_what_sparse_layers_compute(layer, inputs, function, with_gradients):
+    sparsify(layer, random_masks(layer))
+    with torch.set_grad_enabled(with_gradients), Recorder() as recorder:
+        layer(inputs)
+    assert function in recorder.functions
+
+
+def test_a_default_device_sees_nothing():
+    with torch.device("cpu"):
+        assert not observed()
+        with Recorder():
+            assert observed()

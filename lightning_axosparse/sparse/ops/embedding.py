@@ -13,7 +13,11 @@ from lightning_axosparse.sparse.kernels import kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.torch_internals import backward_transformed, transformed
+from lightning_axosparse.support.torch_internals import (
+    backward_transformed,
+    observed,
+    transformed,
+)
 
 
 def embedding(
@@ -101,7 +105,7 @@ def layer_forward(
         return None
 
     def forward(layer: Any, input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled() and not transformed():
+        if not (torch.is_grad_enabled() or transformed() or observed()):
             options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
             rows = embedding(input, layer.weight, layer.padding_idx, *options)
             if isinstance(rows, Tensor):
