@@ -54,6 +54,16 @@ def test_vision(example: Path) -> None:
     assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.15  # one of ten
 
 
+@pytest.mark.parametrize("example", ["circuit"], indirect=True)
+def test_circuit(example: Path) -> None:
+    pytest.importorskip("matplotlib")
+    printed = run(example, [*warm_python(), "train.py", "--ratio", "0.99", "--epochs", "3"])
+    assert float(re.search(r"accuracy ([\d.]+)", printed)[1]) > 0.9  # one of two quotes
+    edges = int(re.search(r"(\d+) edges lead from inputs to outputs", printed)[1])
+    assert 10 < edges < 131 + 64, "1 % of 13,056 weights, and the residual stream"
+    assert "<svg" in (example / "circuit.svg").read_text()
+
+
 @pytest.mark.parametrize("example", ["transfer"], indirect=True)
 def test_transfer(example: Path) -> None:
     size = ["--width", "32", "--pretrain", "20", "--steps", "20"]
