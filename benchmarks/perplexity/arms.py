@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-Method = Literal["once", "gradual", "through", "set", "rigl"]
+Method = Literal["once", "gradual", "through", "returning", "set", "rigl"]
 Shape = Literal["cosine", "linear"]
 
 BEFORE = ("rate", "weight_decay", "dropout", "final", "shape", "ham", "ham_decay")
@@ -24,11 +24,13 @@ class Arm:
         ratio: fraction of the entries to prune; 0: dense.
         method: "once": prune at ``begin``. "gradual": raise the ratio, fast at first, from
             ``begin`` to ``end``. "through": likewise, but entries under the mask go on training by
-            straight-through gradients until ``end``. "set", "rigl": prune at ``begin``, then drop
-            and regrow entries until ``end``.
+            straight-through gradients until ``end``. "returning": likewise, but after each step all
+            but the largest entries of each weight are zero, and all are updated by the next one
+            (arXiv 2511.13653). "set", "rigl": prune at ``begin``, then drop and regrow entries
+            until ``end``.
         begin: when pruning begins; of a dense arm, when ``factor`` and ``averaged`` do.
         end: when the ticket is drawn; with "once" it is ``begin``.
-        every: how often masks change.
+        every: how often masks change; of "returning", 0 means after every step.
         drop: fraction of the kept entries that are dropped and regrown at first; with "gradual",
             at every change, those of the largest gradient.
         factor: what rates are multiplied by from ``begin`` on; with "gradual" and "through" it
@@ -110,7 +112,7 @@ class Arm:
     @property
     def label(self) -> str:
         """What the arm is, and where it differs from the defaults."""
-        kind = "dense" if self.ratio == 0 else f"{self.ratio:.0%} {self.method}"
+        kind = f"{100 * self.ratio:g}% {self.method}" if self.ratio else "dense"
         standard = Arm(method=self.method, begin=0.0, end=0.0)
         left_out = {"rate", "ratio", "method", *([] if self.changes else ["begin", "end"])}
         left_out |= {"end"} if self.method == "once" else set()

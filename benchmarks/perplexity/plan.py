@@ -175,6 +175,45 @@ AVERAGES = (
 BLOCKS = tuple(replace(CURVED, rate=rate, block=4) for rate in (6e-3, 9e-3))
 """80 % in blocks of four rows of a column, which a product would load once."""
 
+WIDE = shaped(lasting(LIBRARY, 1088), 256, 2)
+"""A wide network of which few weights are left: 1 % of it has seen 67 bytes a weight."""
+
+EARLIER = replace(CURVED, ratio=0.99, rate=1e-3, begin=0.05, end=0.5, rise=0.5)
+"""The times and rates of Gao et al. (arXiv 2511.13653): pruned in the first half of the run."""
+
+LINEAR = replace(EARLIER, ramp=1.0)
+FLOORED = replace(LINEAR, row_floor=2)
+RETURNING = replace(FLOORED, method="returning", score=Arm.score, every=0.0, floor=1.0)
+
+EXTREME = to_zero(
+    *at_rates(1.5e-3, 3e-3, 6e-3),
+    *(replace(EARLIER, rate=rate) for rate in (1e-3, 2e-3)),
+    replace(EARLIER, begin=0.25, end=0.9),
+    *(replace(LINEAR, rate=rate) for rate in (1e-3, 2e-3)),
+    FLOORED,
+    replace(FLOORED, score="magnitude", floor=1.0),
+    *(replace(RETURNING, rate=rate) for rate in (3e-4, 1e-3, 2e-3)),
+    *(
+        replace(RETURNING, rate=rate, end=0.9, ramp=3.0, rise=0.0, row_floor=0)
+        for rate in (3e-3, 6e-3)
+    ),
+    *(replace(CURVED, ratio=0.99, rate=rate) for rate in (1.5e-3, 3e-3, 6e-3, 1.2e-2)),
+    replace(EARLIER, rate=2e-3, drop=0.3),
+)
+"""Ways to leave one weight in a hundred."""
+
+SMALL_RATES = to_zero(*at_rates(6e-3, 1.2e-2, 2.4e-2))
+
+FEW = of(WIDE, *to_zero(*at_rates(1.5e-3))) + tuple(
+    pair
+    for ratio, width in ((0.98, 32), (0.99, 20), (0.999, 4))
+    for pair in (
+        *of(WIDE, *to_zero(*(replace(EARLIER, ratio=ratio, rate=r) for r in (1e-3, 2e-3)))),
+        *of(shaped(lasting(LIBRARY, 1088), width, 2), *SMALL_RATES),
+    )
+)
+"""One weight in 50 to 1000 is left, and dense networks of about as many weights."""
+
 PHASES: dict[str, tuple[Comparison, ...]] = {
     "rates": (
         Comparison(
@@ -443,6 +482,14 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "test",
         ),
     ),
+    "zero-report-english": (
+        Comparison(
+            "English, rates that decay to zero",
+            of(ENGLISH, *to_zero(BEST, CURVED, replace(NINETY, rate=9e-3), FROM_HALF)),
+            FRESH,
+            "test",
+        ),
+    ),
     "ramps": (
         Comparison(
             "90 %, by end, ramp and floor of rows",
@@ -466,6 +513,10 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             CHOOSING,
             "validation",
         ),
+    ),
+    "extreme": (
+        Comparison("Ways to prune 99 %", of(WIDE, *EXTREME), CHOOSING[:1], "validation"),
+        Comparison("98 to 99.9 %, and as small dense ones", FEW, CHOOSING[:1], "validation"),
     ),
     "ham": (Comparison("HAM", of(LIBRARY, BEST, *HAM), CHOOSING, "validation"),),
     "averages": (

@@ -77,7 +77,7 @@ class Pruner:
             self.teacher = deepcopy(self._model.model).requires_grad_(False).eval()
         if step == self.end:
             self._draw()
-        elif self._schedule.changes_after(step):
+        elif self.arm.method != "returning" and self._schedule.changes_after(step):
             if self.arm.method in ("gradual", "through"):
                 self._hold(self.chosen(self.arm.ratio * self._ramp(step)), step)
             elif self.masks is None:
@@ -119,6 +119,23 @@ class Pruner:
         if self._weights is not None:
             self._weights.mask_gradients()
 
+    @torch.no_grad()
+    def end_step(self, step: int) -> None:
+        """Make all but the largest entries of each weight zero, if they may return."""
+        due = self.begin <= step < self.end
+        if self.arm.method != "returning" or not due:
+            return
+        if self.arm.every and not self._schedule.changes_after(step):
+            return
+        self.masks = self._largest(self.arm.ratio * self._ramp(step + 1))
+        for name, mask in self.masks.items():
+            self._model.get_parameter(name).mul_(mask)
+
+    def _largest(self, ratio: float) -> Masks:
+        """Return the masks of the same fraction of each weight, of the largest entries."""
+        weights = {name: self._model.get_parameter(name) for name in self._rule.sizes(self._model)}
+        return {name: largest(w, ratio, self.arm.row_floor) for name, w in weights.items()}
+
     def _average_squares(self) -> None:
         """Average squared gradients over more steps than AdamW, in its state."""
         for name in self._rule.sizes(self._model):
@@ -132,7 +149,7 @@ class Pruner:
         if step < self.begin:
             return 1.0
         arm = self.arm
-        pruned = self._ramp(step) if arm.method in ("gradual", "through") else 1.0
+        pruned = 1.0 if arm.method in ("once", "set", "rigl") else self._ramp(step)
         rewarm = round(arm.rewarm * self.steps)
         warm = min(1.0, (step - self.end + 1) / rewarm) if rewarm and step >= self.end else 1.0
         kept = 1 - arm.ratio * pruned
@@ -155,7 +172,12 @@ class Pruner:
 
     def _draw(self) -> None:
         """Prune by the ticket, and train on with the weight decay of the arm."""
-        drawn = self.masks if self.arm.method in ("set", "rigl") else self.chosen(self.arm.ratio)
+        if self.arm.method in ("set", "rigl"):
+            drawn = self.masks
+        elif self.arm.method == "returning":
+            drawn = self._largest(self.arm.ratio)
+        else:
+            drawn = self.chosen(self.arm.ratio)
         assert drawn is not None
         self._hold(drawn, self.end)
         if self.arm.decay is not None:
@@ -175,7 +197,7 @@ class Pruner:
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """Go on after so many steps."""
-        if state["masks"] is not None:
+        if state["masks"] is not None and (self.arm.method != "returning" or step > self.end):
             self._hold(state["masks"], step)
         if state["teacher"] is not None:
             self.teacher = deepcopy(self._model.model).requires_grad_(False).eval()
@@ -260,6 +282,15 @@ def with_row_floor(score: Score, count: int) -> Score:
         return scores.scatter(-1, best.indices, first)
 
     return raised
+
+
+def largest(weight: Tensor, ratio: float, row_floor: int) -> Tensor:
+    """Return the mask of the largest entries; each row has so many, even if that is more."""
+    size = with_row_floor(magnitude, row_floor)(weight, {}) if row_floor else weight.abs()
+    pruned = round(ratio * size.numel())
+    if not pruned:
+        return torch.ones_like(size, dtype=torch.bool)
+    return (size > size.flatten().kthvalue(pruned).values) | size.isinf()
 
 
 def at_random(name: str, mask: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class Training:
         self.pruner.on_gradients(step)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.task.clip)
         self._updates.step(step)
+        self.pruner.end_step(step)
         self.optimizer.zero_grad()
         self.step += 1
         if self.step == self.task.all_steps:

@@ -150,6 +150,7 @@ def test_a_job_trains_as_the_callback_does(folder, arm, method):
         Arm(ratio=0.8, method="gradual", drop=0.3, **CHANGING),
         Arm(ratio=0.8, method="rigl", drop=0.3, **CHANGING),
         Arm(ratio=0.8, method="set", drop=0.3, **CHANGING),
+        Arm(ratio=0.8, method="returning", ramp=1.0, **{**CHANGING, "every": 0.0}),
         replace(
             GRADUAL,
             final=0.0,
@@ -303,6 +304,27 @@ def test_a_floor_of_rows_keeps_as_many_entries_elsewhere(folder):
     assert int(free.min()) < 3 <= int(floored.min())
     assert free.sum() == floored.sum()
     assert floored.max() > 3
+
+
+@pytest.mark.parametrize(("row_floor", "density"), [(0, 0.2), (2, 0.2), (5, 0.31)])
+def test_pruned_entries_return_if_they_are_the_largest(folder, row_floor, density):
+    arm = replace(GRADUAL, method="returning", row_floor=row_floor)
+    training, name = Training(TINY, arm, 0, TINY.texts(folder)), "model.1.mlp.0.weight"
+    weight, changes = training.model.get_parameter(name), []
+    masks = returning = None
+    while training.step < TINY.all_steps:
+        training.advance()
+        if training.pruner.masks is not masks:
+            changes.append(training.step)
+            masks = training.pruner.masks
+            assert torch.equal(weight != 0, masks[name])
+            assert returning is None or masks[name][returning]
+            returning = tuple((weight == 0).nonzero()[0].tolist())
+        elif returning is not None and training.step < DRAW:
+            assert weight[returning] != 0, "it trains on"
+            weight.data[returning] = 1.0
+    assert changes == [9, 13, 17, 21, 25]
+    assert round(float(masks[name].float().mean()), 2) == density
 
 
 def test_blocks_of_rows_are_pruned_as_a_whole(folder):
