@@ -12,7 +12,7 @@ train: .venv/installed
 # Without the files of bytecode, every worker would compile all tests anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations 20
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 20
 
 # Types take a core for a minute, so they are checked beside the tests.
 test: .venv/checkable
