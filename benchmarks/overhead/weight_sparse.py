@@ -11,24 +11,22 @@ Markdown table.
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from benchmarks.memory.step import masks_of
+from benchmarks.inference.models import pruned
 from benchmarks.overhead.interleaved import median_seconds
-from lightning_axosparse import sparsify
+from benchmarks.perplexity.job import bytes_of_state
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.sparse.module.parameters import state_bytes
 
 DEPTH, CONTEXT, PROMPT, GENERATED = 2, 64, 16, 32
 
 
 def gpt(width: int) -> GPT:
-    heads = max(1, width // 64) if width % 64 == 0 else 1
+    heads = width // 64 if width % 64 == 0 else 1
     return GPT(width=width, depth=DEPTH, heads=heads, context=CONTEXT)
 
 
@@ -38,14 +36,10 @@ def weights(model: nn.Module) -> int:
 
 def as_small(left: int) -> GPT:
     """Return the widest dense GPT with at most so many weights."""
-    widths = itertools.takewhile(lambda width: weights(gpt(width)) <= left, itertools.count(1))
-    return gpt(max(widths))
-
-
-def pruned(dense: GPT, ratio: float) -> GPT:
-    model = copy.deepcopy(dense)
-    sparsify(model, masks_of(model, ratio, floor=1.0))
-    return model
+    with torch.device("meta"):
+        widths = itertools.takewhile(lambda width: weights(gpt(width)) <= left, itertools.count(1))
+        width = max(widths)
+    return gpt(width)
 
 
 def training_step(model: GPT) -> Callable[[], None]:
@@ -63,12 +57,6 @@ def training_step(model: GPT) -> Callable[[], None]:
 def generation(model: GPT) -> Callable[[], None]:
     prompt = torch.randint(256, (1, PROMPT))
     return lambda: model.generate_tokens(prompt, GENERATED, temperature=0)
-
-
-def megabytes(model: GPT) -> str:
-    """Return the size of weights, indices, gradients and AdamW's moments."""
-    state = state_bytes(nn.ModuleList([model]))
-    return f"{(4 * state.weights + state.indices) / 1e6:.1f}"
 
 
 def main() -> None:
@@ -94,8 +82,9 @@ def main() -> None:
         steps = median_seconds({n: training_step(m) for n, m in models.items()}, options.trials)
         tokens = median_seconds({n: generation(m) for n, m in models.items()}, options.trials)
         for name, model in models.items():
+            megabytes = bytes_of_state(model, None) / 1e6
             times = f"{steps[name] * 1e3:.1f} | {GENERATED / tokens[name]:.0f}"
-            print(f"| {name} | {left[name]:,} | {megabytes(model)} | {times} |", flush=True)
+            print(f"| {name} | {left[name]:,} | {megabytes:.1f} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

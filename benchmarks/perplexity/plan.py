@@ -184,6 +184,7 @@ EARLIER = replace(CURVED, ratio=0.99, rate=1e-3, begin=0.05, end=0.5, rise=0.5)
 LINEAR = replace(EARLIER, ramp=1.0)
 FLOORED = replace(LINEAR, row_floor=2)
 RETURNING = replace(FLOORED, method="returning", score=Arm.score, every=0.0, floor=1.0)
+"""Their way, by magnitude within each weight; it has no score."""
 
 EXTREME = to_zero(
     *at_rates(1.5e-3, 3e-3, 6e-3),

@@ -95,16 +95,12 @@ def connected(edges):
     before = None
     while edges != before:
         before = edges
-        sources, targets = ({edge[end] for edge in edges} for end in (0, 1))
-
-        def read(node, targets=targets):
-            return node[0] in ("token", "position") or node in targets
-
-        def used(node, sources=sources, targets=targets):
-            column, index = node
-            return column == "closing" or node in sources or (partner.get(column), index) in targets
-
-        edges = [edge for edge in edges if read(edge[0]) and used(edge[1])]
+        inputs = {source for source, _, _ in edges if source[0] in ("token", "position")}
+        read = inputs | {target for _, target, _ in edges}
+        used = {source for source, _, _ in edges}
+        used |= {node for node in read if node[0] == "closing"}
+        used |= {node for node in read if (partner.get(node[0]), node[1]) in read}
+        edges = [edge for edge in edges if edge[0] in read and edge[1] in used]
     return edges
 
 
@@ -131,8 +127,9 @@ def draw(edges, file):
         own = [node for kind in kinds for node in own if node[0] == kind]
         for n, (kind, index) in enumerate(own):
             place = places[kind, index] = x, 1 - (n + 0.5) / len(own)
-            label = {"token": TOKENS, "closing": TOKENS}.get(kind, range(1000))[index]
-            label = f"{kind} {label}" if kind in (*COLUMNS[0], *COLUMNS[2]) else label
+            label = TOKENS[index] if kind in ("token", "closing") else str(index)
+            if len(kinds) > 1:
+                label = f"{kind} {label}"
             box = {"facecolor": "white", "edgecolor": "gray", "boxstyle": "round"}
             axes.text(*place, label, ha="center", va="center", fontsize=9, bbox=box)
     for source, target, weight in edges:
