@@ -491,6 +491,17 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "test",
         ),
     ),
+    "zero-report-larger": (
+        Comparison(
+            ".8 M parameters, rates that decay to zero",
+            of(
+                LARGER,
+                *to_zero(*(replace(a, rate=6e-3) for a in (BEST, CURVED, NINETY, FROM_HALF))),
+            ),
+            FRESH,
+            "test",
+        ),
+    ),
     "ramps": (
         Comparison(
             "90 %, by end, ramp and floor of rows",
