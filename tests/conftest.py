@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import pytest
@@ -186,6 +187,17 @@ SLOW = (
     "test_readme.py::test_block[expert",
     "test_readme.py::test_block[getting-started",
 )
+
+
+# Collecting tests makes hundreds of thousands of objects, of torch and others, which live until the
+# end: each search for garbage among them would take longer than many a test.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+from functools import cache
 from itertools import zip_longest
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from lightning_axosparse import ExpertParallel, TensorParallel
 from lightning_axosparse.callbacks.report.facts import RunResult
 from lightning_axosparse.cli import train as entry
 from lightning_axosparse.cli.job import settings_of
-from lightning_axosparse.cli.train import RunFolder, printable, train
+from lightning_axosparse.cli.train import RunFolder, one_line_errors, printable, train
 from lightning_axosparse.strategy.launcher import mpiexec
 from tests.cli.sweep.jobs import write_job
 from tests.ranks import PATIENCE, warm_python
@@ -60,6 +61,12 @@ def text(tmp_path: Path) -> Path:
 def configured(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose("config", list(overrides))
+
+
+@cache
+def smoke() -> DictConfig:
+    """A small job; each composition takes a third of a second."""
+    return configured(*SMALL, "folder=here")
 
 
 def run_train(folder: Path, *overrides: str) -> str:
@@ -192,20 +199,30 @@ def test_one_rank_from_start_to_report(strategy, text, tmp_path, capsys):
         ("sample.prompt=''", "sample.prompt='' must be"),
     ],
 )
-def test_a_value_of_no_use_ends_the_command_in_words_before_any_rank_starts(
+def test_a_value_of_no_use_is_an_error_in_words_before_any_rank_starts(
     override: str, message: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a rank was started")
 
     monkeypatch.setattr(mpiexec, "start", start)
-    path = [f"data.path={text}"] * (not override.startswith("data.path"))
-    overrides = [*SMALL, *path, f"hydra.run.dir={tmp_path}", override]
-    monkeypatch.setattr(sys, "argv", ["axosparse-train", *overrides])
+    paths = {"folder": str(tmp_path), "data": {"path": str(text)}}
+    config = OmegaConf.merge(smoke(), paths, OmegaConf.from_dotlist([override]))
+    assert isinstance(config, DictConfig)
+    with pytest.raises(SystemExit) as ended, one_line_errors("axosparse-train"):
+        train(config)
+    assert str(ended.value.code).startswith(f"axosparse-train: {message}")
+
+
+def test_a_value_of_no_use_ends_the_command_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["axosparse-train", *SMALL, "model.heads=time"])
     with pytest.raises(SystemExit) as ended:
         entry.main()
-    assert str(ended.value.code).startswith(f"axosparse-train: {message}")
+    words = "axosparse-train: model: heads='time' must be a whole number"
+    assert str(ended.value.code).startswith(words)
 
 
 def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
