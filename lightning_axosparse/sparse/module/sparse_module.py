@@ -125,13 +125,19 @@ class SparseModule(nn.Module):
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        *_, error_msgs = others
-        for name, (layout, _) in self._stored.items():
+        local_metadata, *_, error_msgs = others
+        assigned = local_metadata.get("assign_to_params_buffers", False)
+        for name, (layout, form) in self._stored.items():
             dense = state_dict.get(prefix + name)
             if dense is None:
                 continue
             if dense.shape == layout.shape:
-                state_dict[prefix + name] = layout.to(dense.device).compress(dense)
+                values = layout.to(dense.device).compress(dense)
+                if assigned:  # The tensor replaces the parameter: its device and dtype are kept.
+                    layout.move(dense.device)
+                    form.move(dense.dtype)
+                    values = values.to(master_dtype(dense.dtype))
+                state_dict[prefix + name] = values
             else:
                 error_msgs.append(
                     f"size mismatch for {prefix}{name}: the sparse parameter takes a dense tensor "

@@ -129,6 +129,17 @@ def test_loading_takes_dense_tensors_and_drops_what_is_pruned(model, masks, assi
     assert isinstance(dict(model.named_parameters())["0.weight"], nn.Parameter)
 
 
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16])
+def test_an_assigned_tensor_decides_the_dtype_and_values_stay_float32(model, masks, before):
+    model.to(before)
+    state = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+    sparsify(model, masks)
+    model.load_state_dict(state.bfloat16().state_dict(), assign=True)
+    assert model[0].weight.dtype == torch.bfloat16
+    assert dict(model.named_parameters())["0.weight"].dtype == torch.float32
+    assert torch.equal(model.state_dict()["0.weight"], state[0].weight * masks["0.weight"])
+
+
 def test_loading_names_what_does_not_fit(model, masks):
     sparsify(model, masks)
     state = model.state_dict()
