@@ -94,14 +94,15 @@ class MemoryInFlightLimit(InFlightLimit):
     def measure_again(self) -> None:
         """Measure in the next batch, and choose the limit after it."""
         self._saved_bytes: dict[int, int] = {}
-        self._held = 0
+        self._held = self._most_held = 0
         self._chosen = False
 
     def begin_batch(self, held: int = 0) -> None:
         """Choose the limit once, after the measurement; collective over the job then."""
         self._held = held
-        if self._saved_bytes and held:
+        if self._saved_bytes and held > self._most_held:  # As many as before fit again.
             self._validate(held)
+            self._most_held = held
         if not self._saved_bytes:
             self._measured_at = self._steps()
         elif not self._chosen and self._steps() > self._measured_at:

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.pipeline import choice as limits
 from lightning_axosparse.pipeline.choice import MemoryInFlightLimit
@@ -70,6 +71,27 @@ def test_the_optimizer_takes_its_memory_first() -> None:
     assert [batch(made, steps=0) for _ in range(3)] == [4, 4, 4]
     batch(made)
     assert batch(made) == 8
+
+
+def test_free_memory_is_read_when_a_batch_holds_more_than_any_before() -> None:
+    read: list[int] = []
+
+    def free() -> int:
+        read.append(9 * KEPT)
+        return read[-1]
+
+    made = MemoryInFlightLimit(4, CPU, free, lambda: 0, lambda room: [room])
+    made.begin_batch()
+    with made.measured(0, None):
+        kept = torch.empty(KEPT // 4)
+    del kept
+    counts = []
+    for held in (8, 8, 4, 9, 9):
+        made.begin_batch(held)
+        counts.append(len(read))
+    assert counts == [2, 2, 2, 3, 3]
+    with pytest.raises(MisconfigurationException, match="has to hold 10 micro-batches more"):
+        made.begin_batch(10)
 
 
 def test_it_is_measured_again_where_memory_was_freed() -> None:

@@ -6,6 +6,7 @@ import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -137,6 +138,22 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 def _ignored(owner: Any) -> Collection[str]:
     """Return the names of attributes that torch and Lightning use themselves."""
     return _OF_LIBRARIES if isinstance(owner, nn.Module) else ()
+
+
+@cache
+def _role(kind: type) -> Literal["owner", "mutable", "tuple", "none"]:
+    """Return how objects of a class are part of a module's state.
+
+    An owner has attributes; a metric looks after its own state.
+    """
+    is_metric = issubclass(kind, (Metric, MetricCollection))
+    if is_metric:
+        return "none"
+    if has_attributes(kind) or issubclass(kind, nn.Module):
+        return "owner"
+    if issubclass(kind, MUTABLE):
+        return "mutable"
+    return "tuple" if issubclass(kind, tuple) else "none"
 
 
 @dataclass(slots=True)
@@ -349,20 +366,19 @@ class ModuleState:
         ]
         while waiting:
             path, attribute, value = waiting.pop()
-            if id(value) in seen or isinstance(value, (Metric, MetricCollection)):
-                continue
             kind: type = type(value)
-            if isinstance(value, nn.Module) or has_attributes(kind):
+            role = _role(kind)
+            if role == "none" or id(value) in seen:
+                continue
+            if role == "owner":
                 for namespace in _namespaces(value):
                     yield _Holder(path, value, None, namespace)
                 held = [((".", name), (path, value, name), e) for name, e in _attributes(value)]
-            elif isinstance(value, (*MUTABLE, tuple)):
+            else:
                 is_void = isinstance(value, Tensor) and not is_readable(value)
-                if isinstance(value, MUTABLE) and not is_void:
+                if role == "mutable" and not is_void:
                     yield _Holder(*attribute, value)
                 held = [(("[]", key), attribute, e) for key, e in (entries(value) or {}).items()]
-            else:
-                continue
             seen.add(id(value))
             waiting += [
                 ((*path, step), attribute, each) for step, attribute, each in reversed(held)
