@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.batch_layout import copied_batch
+from lightning_axosparse.pipeline.batch_layout import copied_batch, is_plain, nodes
 from lightning_axosparse.pipeline.crossing.message import Crossing, SentValues
 from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -189,14 +188,9 @@ def checksum(batch: object) -> int:
     of microseconds a tensor.
     """
     crc = 0
-
-    def add(leaf: object) -> object:
-        nonlocal crc
+    for _, leaf in nodes(batch, stop={}):
         for data in _bytes(leaf):
             crc = zlib.crc32(data, crc)
-        return leaf
-
-    apply_to_collection(batch, (Tensor, np.ndarray, int, float, complex, str, bytes), add)
     return crc
 
 
@@ -208,5 +202,5 @@ def _bytes(leaf: Any) -> Iterator[bytes]:
     elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         yield f"{leaf.dtype}{leaf.shape}".encode()
         yield leaf.reshape(-1)[:: max(1, leaf.size // _SAMPLED)].tobytes()
-    elif not isinstance(leaf, (Tensor, np.ndarray)):
+    elif is_plain(leaf) and leaf is not None:  # Others may be shown with their address.
         yield repr(leaf).encode()

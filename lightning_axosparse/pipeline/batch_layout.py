@@ -50,13 +50,13 @@ class BatchLayout:
 
     def leaves(self, batch: Any) -> Iterator[tuple[Path, Any]]:
         """Return the leaves that are split, with their paths."""
-        return ((path, node) for path, node in _nodes(batch, self.dims) if path in self.dims)
+        return ((path, node) for path, node in nodes(batch, self.dims) if path in self.dims)
 
     def fits(self, batch: Any) -> bool:
         """Whether a batch has the same leaves as the batch from which the layout was inferred."""
-        reached = {path for path, node in _nodes(batch, self.dims) if _may_have_samples(node)}
+        reached = {path for path, node in nodes(batch, self.dims) if _may_have_samples(node)}
         known = set(self.dims) | set(self.whole)
-        cut = {path for path, _ in _nodes(batch, self.dims)} & set(self.dims)
+        cut = {path for path, _ in nodes(batch, self.dims)} & set(self.dims)
         return cut == set(self.dims) and reached <= known
 
     def cut(self, batch: Any, lo: int, hi: int) -> Any:
@@ -73,7 +73,7 @@ class BatchLayout:
                 # A tensor with its own version counter, as a step may change it in place.
                 return cut.data if isinstance(cut, Tensor) and not cut.requires_grad else cut
             return _like(node, node[part])
-        entries = {} if _is_plain(node) else children(node)
+        entries = {} if is_plain(node) else children(node)
         cut = {key: self._cut(child, (*path, key.text), part) for key, child in entries.items()}
         if all(cut[key] is child for key, child in entries.items()):
             return node
@@ -155,14 +155,14 @@ def copied_batch(node: Any) -> Any:
 
 def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the tensors and numpy arrays in a batch that have a dimension, in order."""
-    return ((path, leaf) for path, leaf in _nodes(node, {}, path) if is_array(leaf) and leaf.ndim)
+    return ((path, leaf) for path, leaf in nodes(node, {}, path) if is_array(leaf) and leaf.ndim)
 
 
 def nested_lists(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the lists and tuples in a batch, itself included, outermost first."""
     if _is_list(node):
         yield path, node
-    for key, child in ({} if _is_plain(node) else children(node)).items():
+    for key, child in ({} if is_plain(node) else children(node)).items():
         yield from nested_lists(child, (*path, key.text))
 
 
@@ -271,32 +271,32 @@ def _laid_out(batch: Any, dim_of: Callable[[Path, Any], int | None]) -> BatchLay
         entries = children(node)
         if dim is not None:
             dims[path] = dim
-        elif entries and not _is_plain(node):
+        elif entries and not is_plain(node):
             for key, child in entries.items():
                 visit(child, (*path, key.text))
         elif node is not None and not (_is_container(node) and not entries):
             whole.append(path)
-            if not _is_plain(node) and not is_array(node):
+            if not is_plain(node) and not is_array(node):
                 objects.append(path)
 
     visit(batch, ())
     return BatchLayout(dims, tuple(whole), tuple(objects))
 
 
-def _nodes(node: Any, stop: Mapping[Path, int], path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def nodes(node: Any, stop: Mapping[Path, int], path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of a batch; containers at the paths in ``stop`` count as leaves."""
-    entries = {} if path in stop or _is_plain(node) else children(node)
+    entries = {} if path in stop or is_plain(node) else children(node)
     if not entries:
         yield path, node
     for key, child in entries.items():
-        yield from _nodes(child, stop, (*path, key.text))
+        yield from nodes(child, stop, (*path, key.text))
 
 
 def _may_have_samples(node: Any) -> bool:
     """Whether a leaf may contain samples: an array with a dimension, or an unknown object."""
     if is_array(node):
         return bool(node.ndim)
-    return not _is_plain(node) and not _is_container(node)
+    return not is_plain(node) and not _is_container(node)
 
 
 def _is_list(node: Any) -> bool:
@@ -307,7 +307,7 @@ def _is_container(node: Any) -> bool:
     return isinstance(node, (Mapping, list, tuple))
 
 
-def _is_plain(node: Any) -> bool:
+def is_plain(node: Any) -> bool:
     """Whether a node is a plain value, or a list of nothing else."""
     if _is_list(node):
         return bool(node) and all(isinstance(entry, _PLAIN) for entry in node)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +30,18 @@ def test_a_checksum_sees_types_shapes_and_order() -> None:
     prints = [checksum(variant) for variant in variants]
     assert checksum([x]) == checksum(x)
     assert len(set(prints)) == len(prints) - 1
+
+
+@dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    name: str
+
+
+def test_a_checksum_sees_a_frozen_dataclass() -> None:
+    pairs = [Pair(torch.zeros(2), "a"), Pair(torch.ones(2), "a"), Pair(torch.zeros(2), "b")]
+    assert len({checksum(pair) for pair in pairs}) == 3
+    assert checksum(pairs[0]) == checksum(Pair(torch.zeros(2), "a"))
 
 
 def test_of_large_tensors_some_elements_are_seen() -> None:

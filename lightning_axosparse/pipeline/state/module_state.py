@@ -158,7 +158,7 @@ def _role(kind: type) -> Literal["owner", "mutable", "tuple", "none"]:
 
 @dataclass(slots=True)
 class _Holder:
-    """An object that can be changed in path, with a copy of its content.
+    """An object that can be changed in place, with a copy of its content.
 
     Attributes:
         path: the path from the module to the owner.
@@ -359,7 +359,7 @@ class ModuleState:
         return self._hooks != before
 
     def _reachable(self, seen: set[int]) -> Iterator[_Holder]:
-        """Yield all objects that can be changed in path, each by the first path to it."""
+        """Yield all objects that can be changed in place, each by the first path to it."""
         waiting: list[tuple[tuple[PathStep, ...], tuple[tuple[PathStep, ...], Any, str], Any]] = [
             (tuple((".", part) for part in name.split(".") if part), ((), None, ""), root)
             for name, root in self._roots.items()

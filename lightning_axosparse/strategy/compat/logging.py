@@ -145,15 +145,17 @@ class StepLog:
 
 @contextmanager
 def _replaced(*replaced: tuple[dict[str, Any], Mapping[str, Any]]) -> Iterator[None]:
-    """Replace attributes of objects inside the context."""
+    """Replace attributes of objects inside the context; then restore their own, or remove them."""
+    own = [{n: attributes[n] for n in attributes.keys() & names} for attributes, names in replaced]
     for attributes, functions in replaced:
         attributes.update(functions)
     try:
         yield
     finally:
-        for attributes, functions in replaced:
+        for (attributes, functions), before in zip(replaced, own, strict=True):
             for name in functions:
                 del attributes[name]
+            attributes.update(before)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -52,7 +52,7 @@ class StageModule:
         partition: the layers of each stage.
         sharding: the stages that store each tensor.
         tensors: the weights that a tensor group splits; None without tensor parallelism.
-        parts: the parameters of which this rank has a part.
+        weight_parts: the parameters of which this rank has a part.
         layers: the partitioned layers.
         recompute: the activation checkpointing; None without.
         shared: this rank's parameters, by the ranks that store the same ones.

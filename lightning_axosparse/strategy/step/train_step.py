@@ -303,7 +303,8 @@ class StepRunner:
     def _step_result(self, output: Any) -> StepResult:
         """Return the results of the run that counts, on the last stage."""
         run = self._open
-        output = apply_to_collection(output, Tensor, Tensor.detach)
+        # A frozen dataclass stays as it is, as in Lightning.
+        output = apply_to_collection(output, Tensor, Tensor.detach, allow_frozen=True)
         changed, warnings = run.effects.changed()
         return StepResult(output, run.effects.log.calls, changed, warnings, run.rng.keep())
 
@@ -328,7 +329,10 @@ class StepRunner:
             self._learner.warn(text)
 
     def _shared(self, result: StepResult) -> StepResult:
-        """Broadcast the result of the last stage in the replica; that stage keeps its output."""
+        """Broadcast the result of the last stage in the replica, to the devices of its ranks.
+
+        The last stage keeps its own output.
+        """
         stage_module = self._open.stage_module
         groups, own = stage_module.groups, result.output
         if groups.replica is None:
@@ -339,7 +343,7 @@ class StepRunner:
         received = groups.broadcast_in_replica(sent, stage_module.last_stage)
         if stage_module.runs_last_stage:
             return replace(received, output=own)
-        return received
+        return replace(received, output=move_data_to_device(received.output, stage_module.device))
 
     def _synchronized(self, call: LogCall) -> LogCall:
         """Synchronise a logged value, if Lightning does not.
@@ -365,7 +369,7 @@ class StepRunner:
             self._learner.warn(text)
         with self._precision.forward_context():  # It determines the dtype of a logged number.
             run.effects.log.replay([self._synchronized(call) for call in result.calls])
-        return move_data_to_device(result.output, run.stage_module.device)
+        return result.output
 
     def _with_known(self, known: LoaderSteps, step: Batch, by_parts: bool) -> Batch:
         """Add the known behaviour of the loader's steps to a batch."""

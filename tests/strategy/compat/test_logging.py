@@ -193,6 +193,13 @@ def test_a_step_that_is_cut_short_is_forgotten_by_the_next(module: Listener, log
     assert module.heard == [("outside", 2.0)]
 
 
+def test_attributes_of_the_same_names_are_put_back(module: Listener, log: StepLog) -> None:
+    vars(module).update(log=len, print=repr)
+    with log.recorded(), log.ignored():
+        pass
+    assert (vars(module)["log"], vars(module)["print"]) == (len, repr)
+
+
 def test_an_override_runs_once(module: Listener, log: StepLog) -> None:
     class Prefixed(Listener):
         def log(self, name: str, value: Any, **options: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,29 @@ def test_a_batch_passes_eight_calls_at_most(g_inter: int) -> None:
     assert module.calls.keys() == {"train", "validate", "predict"}
     for calls in module.calls.values():
         assert all(0 < len(names) <= 8 for names in calls), calls
+
+
+@dataclass(frozen=True)
+class Scores:
+    logits: Tensor
+
+
+class Scoring(Net):
+    """Returns a frozen dataclass, which Lightning leaves as it is."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return Scores(self(batch[0]))
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen = outputs
+
+
+def test_a_step_may_return_a_frozen_dataclass() -> None:
+    module = Scoring()
+    run = trainer(AxoSparseStrategy(3, 4, transport="loopback", pipeline="model"))
+    run.validate(module, loader(2, batches=1), verbose=False)
+    (x, _), *_ = loader(2, batches=1)
+    torch.testing.assert_close(module.seen.logits, module(x))
 
 
 ENTERED: list[int] = []
