@@ -34,14 +34,14 @@ def densify(counts: Tensor, offsets: Tensor, line: int, values: Tensor, out: Ten
         out: the tile, of any dtype.
     """
     out.zero_()
-    cast = _numpy(values.to(out.dtype))
+    cast = _numpy(values.to(out.dtype).contiguous())
     _scatter(counts.numpy(), offsets.numpy(), line, cast, _numpy(out))
 
 
 def compress(counts: Tensor, offsets: Tensor, line: int, dense: Tensor, out: Tensor) -> None:
     """Copy the unpruned entries of the flat tile ``dense`` to ``out``; arguments as above."""
     read = out if out.dtype == dense.dtype else dense.new_empty(len(out))
-    _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense), _numpy(read))
+    _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense.contiguous()), _numpy(read))
     if read is not out:
         out.copy_(read)
 
@@ -58,7 +58,8 @@ def take_rows(numbers: Tensor, values: Tensor, rows: Rows) -> Tensor:
         A tensor of shape ``(n, columns)``.
     """
     result = values.new_zeros(len(numbers), rows[-1])
-    _take_rows(numbers.numpy(), _row_arrays(rows), _numpy(values), _numpy(result).reshape(-1))
+    entries = _numpy(values.contiguous())
+    _take_rows(numbers.numpy(), _row_arrays(rows), entries, _numpy(result).reshape(-1))
     return result
 
 
@@ -86,6 +87,8 @@ def _row_arrays(rows: Rows) -> tuple[Any, Any, Any, int, int]:
 
 
 def _numpy(tensor: Tensor) -> Any:
+    """Return a contiguous tensor as an array: the loops know no strides."""
+    assert tensor.is_contiguous()
     return tensor.detach().view(_BITS[tensor.dtype.itemsize]).numpy()
 
 

@@ -213,7 +213,9 @@ class Layout(ABC):
             dense = dense.clone()  # of a sparse weight once, not for each tile
         rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
-            self.compress_tile(tile, rows[tile.rows].reshape(-1), values[tile.entries])
+            # An expanded tensor, as the gradient of a sum is, has a flat view with a stride of 0.
+            flat = rows[tile.rows].reshape(-1).contiguous()
+            self.compress_tile(tile, flat, values[tile.entries])
 
     @torch.no_grad()
     def densify(self, values: Tensor) -> Tensor:
@@ -227,7 +229,7 @@ class Layout(ABC):
     @torch.no_grad()
     def fill(self, dense: Tensor, values: Tensor) -> None:
         """Write ``values`` (shape ``(nnz,)``), cast to its dtype, and zeros to ``dense``."""
-        flat = dense.view(-1)
+        flat, values = dense.view(-1), values.contiguous()
         for tile in self.tiles:
             out = flat[tile.start : tile.start + tile.numel]
             self.densify_tile(tile, values[tile.entries], out)

@@ -82,6 +82,26 @@ def test_compress_reads_a_transposed_tensor_in_its_own_order(index_format):
     assert layout_of(dense > 2, index_format).compress(dense).tolist() == [3, 4, 5]
 
 
+STRIDED = {
+    "one number": lambda: torch.tensor(2.0).expand(64, 16),
+    "one row": lambda: torch.arange(16.0).expand(64, 16),
+    "one column": lambda: torch.arange(64.0)[:, None].expand(64, 16),
+    "a column of a matrix": lambda: torch.randn(64, 5)[:, 2:3],
+    "a column, of one dimension": lambda: torch.randn(64, 5)[:, 2],
+    "channels last": lambda: torch.randn(8, 3, 3, 16).permute(0, 3, 1, 2),
+}
+
+
+@every_format
+@pytest.mark.parametrize("kind", STRIDED)
+def test_compress_and_densify_take_any_strides(index_format, kind):
+    dense = STRIDED[kind]()
+    layout = layout_of(torch.rand(dense.shape) > 0.4, index_format)
+    assert torch.equal(layout.compress(dense), dense[layout.mask()])
+    values = torch.tensor(3.0).expand(layout.nnz)
+    assert torch.equal(layout.densify(values), 3.0 * layout.mask())
+
+
 @pytest.mark.parametrize(("density", "most"), [(0.5, 1.02), (0.2, 1.05), (0.1, 1.1), (0.05, 1.2)])
 def test_the_default_takes_one_byte_per_unpruned_entry(density, most):
     layout = layout_of(torch.rand(1024, 1024) < density)

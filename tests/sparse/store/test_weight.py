@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_axosparse import sparsify
@@ -103,6 +103,13 @@ def test_the_gradient_is_that_of_the_kept_entries(weight, values, dense, mask):
     F.linear(inputs, weight).square().sum().backward()
     F.linear(inputs, dense).square().sum().backward()
     assert torch.equal(values.grad, dense.grad[mask])
+
+
+@pytest.mark.parametrize("read", [torch.clone, torch.t, torch.flatten, Tensor.contiguous])
+def test_the_gradient_of_a_sum_is_one(weight, values, mask, read):
+    """Its gradient is one number, seen at every entry."""
+    read(weight).sum().backward()
+    assert torch.equal(values.grad, torch.ones(int(mask.sum())))
 
 
 def test_the_gradient_of_several_uses_of_one_read(weight, values, dense, mask):
