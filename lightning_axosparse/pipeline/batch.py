@@ -94,6 +94,9 @@ class Effects(Protocol):
     def counted(self) -> AbstractContextManager[None]:
         """Return the context of the run whose effects count, once for the batch."""
 
+    def behind_layers(self) -> AbstractContextManager[None]:
+        """Return the context of that run after its last layer, if layers are on other ranks."""
+
     def of_part(self) -> AbstractContextManager[None]:
         """Return a context that records the log calls of a run, and undoes its other effects."""
 

@@ -103,7 +103,7 @@ class StepRun:
     ends_behind_layers: bool = True
     reads: StageReads | None = None
     first_inputs: FirstInputs | None = None
-    behind_layers: Callable[[], AbstractContextManager[None]] | None = None
+    behind_layers: Callable[[], AbstractContextManager[object]] | None = None
     draws: NoticedDraws | None = None
 
     placeholders: list[Placeholder] = field(init=False, default_factory=list)

@@ -10,7 +10,7 @@ the micro-batches begin with the gradients of the leaves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -70,7 +70,7 @@ class StepEnd:
             stage=batch.layers.end,
             received=Message(joined.activation, joined.tensors),
             sent=None,
-            behind_layers=None if draws is None else partial(self._check_drawn, draws),
+            behind_layers=partial(self._behind_layers, draws),
             draws=draws,
         )
         self._ended = joined, run
@@ -88,11 +88,18 @@ class StepEnd:
         return joined.gradients(self._batch.sizes)
 
     @never_compiled  # The last layer calls it, which may be compiled.
-    def _check_drawn(self, draws: NoticedDraws) -> AbstractContextManager[None]:
-        """Check that no numbers were drawn up to here; those drawn from here on need no check."""
-        if draws.has_drawn():
-            raise RunAgain(Rerun.DRAWS)
-        return paused([draws])
+    def _behind_layers(self, draws: NoticedDraws | None) -> AbstractContextManager[object]:
+        """Check that no numbers were drawn up to here; those drawn from here on need no check.
+
+        Return the context for the rest of the run.
+        """
+        context = ExitStack()
+        context.enter_context(self._batch.effects.behind_layers())
+        if draws is not None:
+            if draws.has_drawn():
+                raise RunAgain(Rerun.DRAWS)
+            context.enter_context(paused([draws]))
+        return context
 
     def rehearse(self, part: MicroBatch, message: Message, reads: StageReads | None = None) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.

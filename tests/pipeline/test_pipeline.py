@@ -56,7 +56,7 @@ class NoEffects:
     def discarded(self) -> Any:
         return nullcontext()
 
-    read = counted = discarded
+    read = counted = behind_layers = discarded
 
     def of_part(self) -> Any:
         return nullcontext()

@@ -70,11 +70,16 @@ class StashedGradients:
         self.earlier = {}
 
     def restore(self) -> None:
-        """Add the gradients of the batch to those that ``zero_grad`` has left."""
+        """Add the gradients of the batch to those that ``zero_grad`` has left.
+
+        As in torch, a parameter that the step has frozen after its layers gets none.
+        """
         for parameter, gradient in self._fresh.items():
+            if gradient is None or not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = gradient
-            elif gradient is not None:
+            else:
                 parameter.grad = parameter.grad + gradient
         self._fresh = {}
 

@@ -1,7 +1,7 @@
-"""Lets a step have its effects once a batch: logs, prints, metrics, attributes, loggers.
+"""Lets a step have its effects once a batch: logs, prints, metrics, attributes, settings.
 
 Runs on micro-batches compute layers; their other effects are undone. The effects of the run on the
-whole batch count, on the last stage, which sends its log calls, prints and changed attributes to
+whole batch count, on the last stage, which sends its log calls, changed attributes and settings to
 the other ranks of the replica.
 """
 
@@ -9,19 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.state.module_state import AttributePath, How, ModuleState, write
+from lightning_axosparse.pipeline.state.module_state import (
+    AttributePath,
+    How,
+    ModuleState,
+    namespace_of,
+    write,
+)
 from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
 from lightning_axosparse.strategy.compat.internals import has_hook
 from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
+from lightning_axosparse.strategy.step.outer_settings import OuterSettings
 from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
-from lightning_axosparse.support.torch_internals import PausableOperatorMode
+from lightning_axosparse.support.torch_internals import PausableOperatorMode, version_of
 from lightning_axosparse.support.troubleshooting import see
 
 LARGEST_MESSAGE = 2**20
@@ -55,6 +64,7 @@ class StepEffects:
 
     Attributes:
         log: the log calls and prints of the last recorded run.
+        settings: the settings outside the module.
         part_calls: the log calls of each micro-batch, by parts.
     """
 
@@ -71,11 +81,24 @@ class StepEffects:
         self.part_calls: list[list[LogCall]] = []
         within = {id(part) for layer in layers for part in layer.modules()}
         self._state = ModuleState(module, within)
+        self.settings = OuterSettings(module)
+        self._remote = [
+            (part, name)
+            for layer in layers
+            for part in layer.modules()
+            for name, tensor in chain(
+                part.named_parameters(recurse=False), part.named_buffers(recurse=False)
+            )
+            if tensor.is_meta
+        ]
+        """Tensors of layers of other ranks: the modules that have them, and their names there."""
+        self._namespaces = [namespace_of(*remote) for remote in self._remote]
         self._has_other_effects = False
 
     def begin_batch(self) -> None:
         """Capture the state with which every run of the step begins."""
         self._state.capture()
+        self.settings.capture()
         self.log.begin_batch()
         self.part_calls = []
 
@@ -104,8 +127,35 @@ class StepEffects:
             raise
         except BaseException:  # The step runs again.
             self._state.rewind()
+            self.settings.rewind()
             raise
         self.log.print()
+
+    def behind_layers(self) -> AbstractContextManager[None]:
+        """Refuse changes of the run that counts to layers of other ranks, which would be lost."""
+        return self._refusing_changes() if self._remote else nullcontext()
+
+    @contextmanager
+    def _refusing_changes(self) -> Iterator[None]:
+        before = self._remote_versions()
+        yield
+        pairs = zip(self._remote, before, self._remote_versions(), strict=True)
+        changed = next((which for which, was, now in pairs if was != now), None)
+        if changed is not None:
+            self._refuse_change(*changed)
+
+    def _remote_versions(self) -> list[tuple[int, int]]:
+        names = (name for _, name in self._remote)
+        tensors = map(dict.get, self._namespaces, names)
+        return [(id(each), -1 if each is None else version_of(each)) for each in tensors]
+
+    def _refuse_change(self, owner: nn.Module, name: str) -> NoReturn:
+        within = next(path for path, part in self._module.named_modules() if part is owner)
+        raise MisconfigurationException(
+            f"The step changes '{within}.{name}' behind the layers. This layer is on another rank, "
+            "which runs the step only to the end of its stage: the change would be lost. Make it "
+            "in `on_train_batch_end`, which all ranks call, or in the layer." + see("steps")
+        )
 
     @contextmanager
     def of_part(self) -> Iterator[None]:
@@ -143,7 +193,7 @@ class StepEffects:
             with log, self._metrics.skipped(reads), self._silenced() as written:
                 yield written
         finally:
-            self._has_other_effects |= self._state.rewind()
+            self._has_other_effects |= self._state.rewind() | self.settings.rewind()
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:

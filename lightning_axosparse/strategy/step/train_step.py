@@ -45,6 +45,7 @@ from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 from lightning_axosparse.strategy.step.effects import Changed
 from lightning_axosparse.strategy.step.learning import LoaderSteps, StepLearner
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.strategy.step.outer_settings import Setting
 from lightning_axosparse.strategy.step.whole_step import StepContext
 
 
@@ -56,6 +57,7 @@ class StepResult:
         output: the output of the step; on other ranks only its loss.
         calls: its log calls.
         changed: the changed attributes of the module.
+        settings: the changed settings outside the module.
         warnings: about attributes that cannot be sent.
         generators: the states of the random generators after the step; None if unchanged.
         rerun: why the batch has to run again; None if it has not.
@@ -64,6 +66,7 @@ class StepResult:
     output: Any = None
     calls: Sequence[LogCall] = ()
     changed: Sequence[Changed] = ()
+    settings: Sequence[Setting] = ()
     warnings: Sequence[str] = ()
     generators: Generators | None = None
     rerun: Rerun | None = None
@@ -306,7 +309,8 @@ class StepRunner:
         # A frozen dataclass stays as it is, as in Lightning.
         output = apply_to_collection(output, Tensor, Tensor.detach, allow_frozen=True)
         changed, warnings = run.effects.changed()
-        return StepResult(output, run.effects.log.calls, changed, warnings, run.rng.keep())
+        calls, settings = run.effects.log.calls, run.effects.settings.changes()
+        return StepResult(output, calls, changed, settings, warnings, run.rng.keep())
 
     def _evaluated(self, known: LoaderSteps, step: Batch) -> StepResult:
         """Evaluate a batch; return the results of the step, on all ranks of the replica."""
@@ -363,6 +367,7 @@ class StepRunner:
         run = self._open
         if not run.stage_module.runs_last_stage:
             run.effects.apply(result.changed)
+            run.effects.settings.apply(result.settings)
         if result.generators is not None:
             run.rng.adopt(result.generators)
         for text in result.warnings:
