@@ -371,7 +371,8 @@ class PipelineStrategy(MPIStrategy):
     ) -> None:
         """Write a checkpoint; collective over the stages of the first replica.
 
-        A process whose ranks have failed writes nothing, as it does not have their weights.
+        A process whose ranks have failed writes nothing, as it does not have their weights. One
+        whose ranks have ended has no state of their optimizers, and says so.
         """
         checkpoints = self._state.checkpoints
         if isinstance(self._launcher, MPILauncher) and self._launcher.ranks_failed:
@@ -381,6 +382,13 @@ class PipelineStrategy(MPIStrategy):
                 "same point, they write it themselves." + see("files")
             )
         elif checkpoints is None:
+            if checkpoint["global_step"] and checkpoint.get("optimizer_states") == []:
+                rank_zero_warn(
+                    f"'{filepath}' gets no states of optimizers and schedulers, which were on the "
+                    "ranks of `fit`: a run that resumes from it starts them anew. ModelCheckpoint, "
+                    "or `trainer.save_checkpoint` in `on_train_end`, saves them; with "
+                    "weights_only=True none are expected." + see("files")
+                )
             super().save_checkpoint(checkpoint, filepath, storage_options)
         else:
             checkpoints.save(checkpoint, filepath, storage_options, self.checkpoint_io)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -120,6 +121,15 @@ def dispatch_mode_is_active() -> bool:
 def version_of(tensor: Tensor) -> int:
     """Return how often ``tensor`` was changed in place; 0 for one made in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def parametrize_again(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Give a new module the attributes of a parametrized one of its class, and parametrize it."""
+    vars(module).update(attributes)
+    parametrize._inject_new_class(module)
+    parametrizations: Any = module.parametrizations
+    for name in parametrizations:
+        parametrize._inject_property(module, name)
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:

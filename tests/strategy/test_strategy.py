@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import subprocess
+import warnings
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def floats(metrics: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items()}
 
 
-def test_fit_validate_test_and_predict_return_as_usual() -> None:
+def test_fit_validate_test_and_predict_return_as_usual(tmp_path: Path) -> None:
     L.seed_everything(0, verbose=False)
     plain, module = trainer("auto"), Net()
     expected = deepcopy(fit(plain, module))
@@ -156,6 +157,11 @@ def test_fit_validate_test_and_predict_return_as_usual() -> None:
     assert predictions is not None
     for mine, theirs in zip(predictions, results[2], strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
+    with pytest.warns(UserWarning, match="gets no states of optimizers and schedulers"):
+        run.save_checkpoint(tmp_path / "all.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
 
 
 def test_a_ticket_comes_back_with_the_callback_and_the_module_dense() -> None:

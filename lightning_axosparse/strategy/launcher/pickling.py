@@ -22,6 +22,10 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_axosparse.support.torch_internals import parametrize_again
 
 _PROTOCOL = 5
 
@@ -126,6 +130,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (value.__name__,)
         if _skips_init(value):
             return copyreg.__newobj__, (type(value), *value.args), vars(value)  # type: ignore[attr-defined]
+        if isinstance(value, nn.Module) and is_parametrized(value):
+            # torch has given it a class of its own, whose objects cannot be pickled.
+            original = type(value).__bases__[0]
+            return object.__new__, (original,), vars(value), None, None, parametrize_again
         reduced = super().reducer_override(value)
         if isinstance(reduced, tuple) and _is_of_main(value):
             make, arguments, *rest = reduced

@@ -19,8 +19,11 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 
 from lightning_axosparse.distributed.mpi.environment import placement
+from lightning_axosparse.strategy.launcher import pickling
 from lightning_axosparse.strategy.launcher.call import origin_of_main
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.support.files import remove_orphans, temporary_folder
@@ -46,6 +49,20 @@ def test_processes_that_a_rank_spawns_import_the_module_of_the_caller(main, impo
     assert origin_of_main() == main
     preparation = spawn.get_preparation_data("a worker of a DataLoader")
     assert {k: v for k, v in preparation.items() if "init_main" in k} == imported
+
+
+@pytest.mark.parametrize("parametrized", [weight_norm, spectral_norm, orthogonal])
+def test_a_parametrized_module_is_copied(parametrized: Any, tmp_path: Path) -> None:
+    module = nn.Sequential(parametrized(nn.Linear(4, 4)), nn.ReLU())
+    pickling.save(module, tmp_path / "module")
+    copied, inputs = pickling.load(tmp_path / "module"), torch.randn(3, 4)
+    assert type(copied[0]).__name__ == "ParametrizedLinear"
+    for each in (module.eval(), copied.eval()):
+        each(inputs).sum().backward()
+    assert torch.equal(copied(inputs), module(inputs))
+    for one, other in zip(copied.parameters(), module.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert torch.equal(one.grad, other.grad)
 
 
 OTHER_FLAGS = {
