@@ -382,7 +382,7 @@ class PipelineStrategy(MPIStrategy):
                 "same point, they write it themselves." + see("files")
             )
         elif checkpoints is None:
-            if checkpoint["global_step"] and checkpoint.get("optimizer_states") == []:
+            if checkpoint.get("global_step") and checkpoint.get("optimizer_states") == []:
                 rank_zero_warn(
                     f"'{filepath}' gets no states of optimizers and schedulers, which were on the "
                     "ranks of `fit`: a run that resumes from it starts them anew. ModelCheckpoint, "

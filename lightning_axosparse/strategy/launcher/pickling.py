@@ -133,7 +133,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, nn.Module) and is_parametrized(value):
             # torch has given it a class of its own, whose objects cannot be pickled.
             original = type(value).__bases__[0]
-            return object.__new__, (original,), vars(value), None, None, parametrize_again
+            if type(value).__name__ == f"Parametrized{original.__name__}":
+                return object.__new__, (original,), vars(value), None, None, parametrize_again
         reduced = super().reducer_override(value)
         if isinstance(reduced, tuple) and _is_of_main(value):
             make, arguments, *rest = reduced

@@ -30,7 +30,11 @@ from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.step.outer_settings import OuterSettings
 from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
-from lightning_axosparse.support.torch_internals import PausableOperatorMode, version_of
+from lightning_axosparse.support.torch_internals import (
+    PausableOperatorMode,
+    plain_torch_functions,
+    version_of,
+)
 from lightning_axosparse.support.troubleshooting import see
 
 LARGEST_MESSAGE = 2**20
@@ -119,6 +123,7 @@ class StepEffects:
     def counted(self) -> Iterator[None]:
         """Let the effects of the run inside the context count, once for the batch."""
         alone = broadcasting_nothing(self._module.trainer) if self._runs_alone else nullcontext()
+        self.settings.capture()
         try:
             with self.log.recorded(), self._metrics.counted(), alone:
                 yield
@@ -147,7 +152,8 @@ class StepEffects:
     def _remote_versions(self) -> list[tuple[int, int]]:
         names = (name for _, name in self._remote)
         tensors = map(dict.get, self._namespaces, names)
-        return [(id(each), -1 if each is None else version_of(each)) for each in tensors]
+        with plain_torch_functions():
+            return [(id(each), -1 if each is None else version_of(each)) for each in tensors]
 
     def _refuse_change(self, owner: nn.Module, name: str) -> NoReturn:
         within = next(path for path, part in self._module.named_modules() if part is owner)
@@ -163,7 +169,8 @@ class StepEffects:
         self._has_other_effects = False
         with self._undone(self.log.recorded()) as written:
             yield
-        self._has_other_effects |= bool(written or self.log.prints) or self._metrics.touched
+        is_more = written or self.log.prints or self._metrics.touched or self.settings.has_frozen()
+        self._has_other_effects |= bool(is_more)
         self.part_calls.append(self.log.calls)
 
     def only_logs_loss(self, output: Any, loss: Tensor) -> bool:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_axosparse.pipeline.state.values import MISSING
 from lightning_axosparse.strategy.compat.internals import callbacks_of
+from lightning_axosparse.support.torch_internals import plain_torch_functions
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 
@@ -41,38 +42,59 @@ class OuterSettings:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._parameters = dict(module.named_parameters())
+        self.begin_batch()
         self.capture()
+
+    def begin_batch(self) -> None:
+        """Note which parameters are trained when a batch begins.
+
+        Later runs on the batch may begin with others: what a step freezes is not restored, because
+        the backward passes of micro-batches would give it a gradient.
+        """
+        self._trained = self._trained_now()
 
     def capture(self) -> None:
         """Copy the present settings."""
         self._now = _namespaces(self._module)
         self._before = {owner: dict(namespace) for owner, namespace in self._now.items()}
-        self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
 
     def rewind(self) -> bool:
-        """Restore the settings; return whether any had changed."""
+        """Restore the settings; return whether any had changed.
+
+        Those of callbacks stay, as hooks in layers may have counted there; so does a request to
+        stop, as a handler of a signal may have made it.
+        """
         changed = self._changed()
         for owner, name, _ in changed:
-            _assign(self._now[owner], name, self._before[owner].get(name, MISSING))
+            if not (owner.startswith("trainer.callbacks") or name == "should_stop"):
+                _assign(self._now[owner], name, self._before[owner].get(name, MISSING))
         return bool(changed)
+
+    def has_frozen(self) -> bool:
+        """Return whether other parameters are trained than when the batch began."""
+        return self._trained_now() != self._trained
 
     def changes(self) -> list[Setting]:
         """Return the changes of the run that counts, for :meth:`apply` on other ranks."""
-        pairs = zip(self._parameters.items(), self._trained, strict=True)
-        frozen = [
-            Setting(name, "requires_grad", parameter.requires_grad)
-            for (name, parameter), before in pairs
-            if parameter.requires_grad != before
-        ]
+        pairs = zip(self._parameters, self._trained, self._trained_now(), strict=True)
+        frozen = [Setting(n, "requires_grad", now) for n, before, now in pairs if before != now]
         return [*self._changed(), *frozen]
 
     def apply(self, settings: Sequence[Setting]) -> None:
         """Apply the changes of the run that counts, on another rank."""
+        pairs = zip(self._parameters.values(), self._trained, self._trained_now(), strict=True)
+        for parameter, before, now in pairs:
+            if before != now:  # Here the step has not run to its end.
+                parameter.requires_grad_(before)
         for owner, name, value in settings:
             if owner in self._parameters:
                 self._parameters[owner].requires_grad_(value)
             elif owner in self._now:
                 _assign(self._now[owner], name, value)
+
+    def _trained_now(self) -> list[bool]:
+        with plain_torch_functions():
+            return [parameter.requires_grad for parameter in self._parameters.values()]
 
     def _changed(self) -> list[Setting]:
         """Return the changed settings; it runs in every pass and calls little."""
@@ -90,16 +112,17 @@ def _namespaces(module: LightningModule) -> dict[str, dict[str, Any]]:
     """Return the dicts that have settings, by names that are the same on all ranks."""
     trainer = module.trainer
     fit_loop, datamodule = trainer.fit_loop, vars(trainer).get("datamodule")
-    schedulers = [each.scheduler for each in trainer.lr_scheduler_configs]
-    own = {name: each for name, each in vars(module).items() if isinstance(each, LRScheduler)}
+    own = [each for each in vars(module).values() if isinstance(each, LRScheduler)]
+    schedulers = [*(each.scheduler for each in trainer.lr_scheduler_configs), *own]
+    for each in schedulers:  # Those that one of them runs in turn are appended.
+        schedulers += vars(each).get("_schedulers", [])
     return {
         **{
             f"trainer.optimizers[{i}].param_groups[{j}]": group
             for i, optimizer in enumerate(trainer.optimizers)
             for j, group in enumerate(optimizer.param_groups)
         },
-        **{f"trainer.lr_scheduler_configs[{i}]": vars(each) for i, each in enumerate(schedulers)},
-        **{f"self.{name}": vars(each) for name, each in own.items()},
+        **{f"schedulers[{i}]": vars(each) for i, each in enumerate(schedulers)},
         **{f"trainer.callbacks[{i}]": vars(c) for i, c in enumerate(callbacks_of(trainer))},
         **({} if datamodule is None else {"trainer.datamodule": vars(datamodule)}),
         "trainer": vars(trainer),

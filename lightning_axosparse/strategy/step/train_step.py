@@ -241,6 +241,7 @@ class StepRunner:
             trained = partial(self._trained, share=share)
             pass_through = trained if self._trainer.training else self._evaluated
             with run.rng.batch(), self._splitter.explained(origin, batch):
+                run.effects.settings.begin_batch()
                 run.effects.begin_batch()
                 self._learner.begin_batch(run, known, step)
                 result = pass_through(known, step)

@@ -48,7 +48,9 @@ class StepsScheduler(Sets):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        self.own = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+        decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.own = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm_up, decay], [2])
         return optimizer
 
     def set(self, loss: Tensor) -> None:
@@ -56,9 +58,22 @@ class StepsScheduler(Sets):
 
 
 class Freezes(Sets):
+    """Freezes a layer of the first stage, in a batch that is compared if the loss is a mean."""
+
     def set(self, loss: Tensor) -> None:
-        if self.global_step == 2:
+        if self.global_step == 3:
             next(self.parameters()).requires_grad_(False)
+
+
+class FreezesForAStep(Sets):
+    """Freezes it before the layers, and trains it again behind them, in some batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        next(self.parameters()).requires_grad_(self.global_step % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+    def set(self, loss: Tensor) -> None:
+        next(self.parameters()).requires_grad_(True)
 
 
 class Clips(Sets):
@@ -99,7 +114,7 @@ class SetsCallback(Sets):
 
 
 MODULES: list[type[Net]] = [
-    *(SetsRateBefore, SetsRate, StepsScheduler, Freezes, Clips, Accumulates),
+    *(SetsRateBefore, SetsRate, StepsScheduler, Freezes, FreezesForAStep, Clips, Accumulates),
     *(Stops, StopsInValidation, SetsCallback),
 ]
 
@@ -113,9 +128,10 @@ def train(module: type[Net], strategy: Any = "auto", ranks: int = 1, **options: 
     return record
 
 
-def train_all(**options: Any) -> list[Record]:
-    strategy = partial(AxoSparseStrategy, 2, 4, pipeline="model", **options)
-    return [train(module, strategy(), 2) for module in MODULES]
+def train_all() -> list[Record]:
+    strategy = partial(AxoSparseStrategy, 2, 4, pipeline="model")
+    records = [train(module, strategy(), 2) for module in MODULES]
+    return [*records, train(Freezes, strategy(loss="mean"), 2)]
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +152,31 @@ def test_a_loss_that_is_a_mean(module: type[Net], expected: list[Record]) -> Non
 
 
 def test_stages_on_ranks(expected: list[Record]) -> None:
+    references = [*expected, expected[MODULES.index(Freezes)]]
     for records in run_ranks(2, train_all):
-        for record, reference in zip(records, expected, strict=True):
+        for record, reference in zip(records, references, strict=True):
             assert_same(record, reference)
+
+
+class CountsInALayer(Callback):
+    """Counts the calls of a layer in a hook, as a profiler does."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        def count(*_: Any) -> None:
+            self.calls += 1
+
+        module.model[0].register_forward_hook(count)
+
+
+def test_what_hooks_of_layers_count_stays() -> None:
+    counts = CountsInALayer()
+    run = trainer(AxoSparseStrategy(2, 4, pipeline="model", transport="loopback"), max_epochs=1)
+    run.callbacks.append(counts)  # type: ignore[attr-defined]
+    fit(run, Net())
+    assert counts.calls >= 4 * run.global_step
 
 
 class Anneals(Sets):
