@@ -20,8 +20,8 @@ from torch import Tensor
 
 from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse.sparse.kernels import reference
+from lightning_axosparse.sparse.store.copies import Launches, WeightTensors
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
-from lightning_axosparse.sparse.store.launches import Launches, WeightTensors
 from lightning_axosparse.sparse.store.layout import Layout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -24,10 +24,13 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_no
 
 from lightning_axosparse.distributed.mpi.environment import placement
 from lightning_axosparse.strategy.launcher import pickling
-from lightning_axosparse.strategy.launcher.call import origin_of_main
+from lightning_axosparse.strategy.launcher.call import (
+    origin_of_main,
+    set_torch_flags,
+    torch_flags,
+)
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.support.files import remove_orphans, temporary_folder
-from lightning_axosparse.support.torch_flags import flags, set_flags
 
 FORK = multiprocessing.get_context("fork")  # This process has imported everything already.
 
@@ -85,28 +88,28 @@ OTHER_FLAGS = {
 @pytest.fixture
 def other_flags() -> Iterator[None]:
     """Flags as no process has them from its start on."""
-    before, safe = flags(), torch.serialization.get_safe_globals()
-    set_flags(OTHER_FLAGS)
+    before, safe = torch_flags(), torch.serialization.get_safe_globals()
+    set_torch_flags(OTHER_FLAGS)
     yield
-    set_flags(before)
+    set_torch_flags(before)
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(safe)
     torch.set_default_device(None)
-    after = flags()
+    after = torch_flags()
     for found in (before, after):
         found.pop("serialization.get_safe_globals")  # a list of a set
     assert after == before
 
 
 def flags_then_float16() -> dict[str, Any]:
-    found = flags()
+    found = torch_flags()
     torch.set_default_dtype(torch.float16)
     return found
 
 
 @pytest.mark.usefixtures("other_flags")
 def test_ranks_have_the_flags_of_the_caller_and_the_caller_those_of_ranks():
-    here = flags()
+    here = torch_flags()
     for name, value in OTHER_FLAGS.items():
         if name != "serialization.get_safe_globals":
             assert here[name] == value, name
@@ -125,8 +128,8 @@ def test_flags_of_another_kind_than_those_that_are_read_are_left_out(monkeypatch
         raise RuntimeError("a mix of the legacy and the new API")
 
     monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
-    assert "get_float32_matmul_precision" not in flags()
-    assert "get_default_dtype" in flags()
+    assert "get_float32_matmul_precision" not in torch_flags()
+    assert "get_default_dtype" in torch_flags()
 
 
 def hold(folder: Path, connection: Any) -> None:
