@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_axosparse.support.torch_internals import (
     parse_conversion,
     plain_torch_functions,
+    storage_id,
     tensors_in,
     tree_leaves,
     tree_map_only,
@@ -44,6 +45,8 @@ class RemoteTensor(Tensor):
     origin: str
     local_device: torch.device
     norms: dict[float, float]
+    _written: ClassVar[set[int] | None] = None
+    """The storages of the remote tensors that were written to, while anybody asks for them."""
 
     @classmethod
     def of(cls, meta: Tensor, name: str, local_device: torch.device) -> RemoteTensor:
@@ -74,6 +77,7 @@ class RemoteTensor(Tensor):
             # Not called: numbers among its arguments may be on the meta device, too.
             for each in args[0]:
                 each.norms.clear()
+                each._note_write()
             return None
         norm = _known_norm(func, *args, **kwargs)
         return cls._called(func, args, kwargs, remotes) if norm is None else norm
@@ -101,6 +105,9 @@ class RemoteTensor(Tensor):
         if _changes_in_place(func):
             for remote in remotes:
                 remote.norms.clear()
+            for changed in args[:1]:
+                if isinstance(changed, cls):
+                    changed._note_write()
 
         def as_remote(tensor: Tensor) -> Tensor:
             if not tensor.is_meta or isinstance(tensor, cls):
@@ -111,6 +118,24 @@ class RemoteTensor(Tensor):
             return remote
 
         return tree_map_only(Tensor, as_remote, result)
+
+    def _note_write(self) -> None:
+        if RemoteTensor._written is not None:
+            with plain_torch_functions():
+                RemoteTensor._written.add(storage_id(self.untyped_storage()))
+
+    @staticmethod
+    @contextmanager
+    def noting_writes() -> Iterator[set[int]]:
+        """Return, with the context, the storages of the remote tensors that are written to in it.
+
+        A write through ``x.data`` counts, which does not change the version of ``x``.
+        """
+        RemoteTensor._written = written = set[int]()
+        try:
+            yield written
+        finally:
+            RemoteTensor._written = None
 
     def without_norms(self) -> RemoteTensor:
         """Return a remote tensor of the same name and shape, with no known norms."""

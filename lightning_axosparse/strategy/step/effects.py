@@ -16,6 +16,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.shard.remote_tensor import RemoteTensor
 from lightning_axosparse.pipeline.state.module_state import (
     AttributePath,
     How,
@@ -33,6 +34,7 @@ from lightning_axosparse.support.object_trees import CannotPickle, put_together,
 from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
     plain_torch_functions,
+    storage_id,
     version_of,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -142,18 +144,18 @@ class StepEffects:
 
     @contextmanager
     def _refusing_changes(self) -> Iterator[None]:
-        before = self._remote_versions()
-        yield
-        pairs = zip(self._remote, before, self._remote_versions(), strict=True)
-        changed = next((which for which, was, now in pairs if was != now), None)
-        if changed is not None:
-            self._refuse_change(*changed)
+        before = self._remote_tensors()
+        with RemoteTensor.noting_writes() as written:
+            yield
+        pairs = zip(self._remote, before, self._remote_tensors(), strict=True)
+        for which, was, now in pairs:
+            if was != now or written.intersection(now[2:]):
+                self._refuse_change(*which)
 
-    def _remote_versions(self) -> list[tuple[int, int]]:
+    def _remote_tensors(self) -> list[tuple[int, ...]]:
         names = (name for _, name in self._remote)
-        tensors = map(dict.get, self._namespaces, names)
         with plain_torch_functions():
-            return [(id(each), -1 if each is None else version_of(each)) for each in tensors]
+            return [_traits(each) for each in map(dict.get, self._namespaces, names)]
 
     def _refuse_change(self, owner: nn.Module, name: str) -> NoReturn:
         within = next(path for path, part in self._module.named_modules() if part is owner)
@@ -240,6 +242,13 @@ class StepEffects:
         for path, how, rest, tensors in changed:
             own = [tensor.to(self._module.device) for tensor in tensors]
             write(self._module, path, how, put_together(rest, own))
+
+
+def _traits(tensor: Any) -> tuple[int, ...]:
+    """Return the identity, the version and the storage of a tensor; nothing of None."""
+    if tensor is None:
+        return ()
+    return id(tensor), version_of(tensor), storage_id(tensor.untyped_storage())
 
 
 def not_sent(path: AttributePath) -> str:

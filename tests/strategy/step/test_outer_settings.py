@@ -187,7 +187,16 @@ class Anneals(Sets):
             next(self.parameters()).mul_(0.9)
 
 
-def test_changes_that_would_be_lost_are_refused() -> None:
+class Clamps(Sets):
+    """Clamps the weights, as the critic of a Wasserstein GAN does."""
+
+    def set(self, loss: Tensor) -> None:
+        for parameter in self.parameters():
+            parameter.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("module", [Anneals, Clamps])
+def test_changes_that_would_be_lost_are_refused(module: type[Net]) -> None:
     words = r"The step changes 'model\.0\.weight' behind the layers.*on_train_batch_end"
     with pytest.raises(MisconfigurationException, match=words):
-        train(Anneals, AxoSparseStrategy(2, 4, pipeline="model"), 2)
+        train(module, AxoSparseStrategy(2, 4, pipeline="model"), 2)
