@@ -125,7 +125,7 @@ class StepEffects:
     def counted(self) -> Iterator[None]:
         """Let the effects of the run inside the context count, once for the batch."""
         alone = broadcasting_nothing(self._module.trainer) if self._runs_alone else nullcontext()
-        self.settings.capture()
+        self.settings.begin_count()
         try:
             with self.log.recorded(), self._metrics.counted(), alone:
                 yield

@@ -20,6 +20,7 @@ from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.support.torch_internals import plain_torch_functions
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})
+_CALLBACKS = "trainer.callbacks"
 
 
 class Setting(NamedTuple):
@@ -58,6 +59,12 @@ class OuterSettings:
         self._now = _namespaces(self._module)
         self._before = {owner: dict(namespace) for owner, namespace in self._now.items()}
 
+    def begin_count(self) -> None:
+        """Begin the run that counts: what hooks in layers have counted in callbacks is not sent."""
+        for owner, namespace in self._now.items():
+            if owner.startswith(_CALLBACKS):
+                self._before[owner] = dict(namespace)
+
     def rewind(self) -> bool:
         """Restore the settings; return whether any had changed.
 
@@ -66,7 +73,7 @@ class OuterSettings:
         """
         changed = self._changed()
         for owner, name, _ in changed:
-            if not (owner.startswith("trainer.callbacks") or name == "should_stop"):
+            if not (owner.startswith(_CALLBACKS) or name == "should_stop"):
                 _assign(self._now[owner], name, self._before[owner].get(name, MISSING))
         return bool(changed)
 
@@ -123,7 +130,7 @@ def _namespaces(module: LightningModule) -> dict[str, dict[str, Any]]:
             for j, group in enumerate(optimizer.param_groups)
         },
         **{f"schedulers[{i}]": vars(each) for i, each in enumerate(schedulers)},
-        **{f"trainer.callbacks[{i}]": vars(c) for i, c in enumerate(callbacks_of(trainer))},
+        **{f"{_CALLBACKS}[{i}]": vars(c) for i, c in enumerate(callbacks_of(trainer))},
         **({} if datamodule is None else {"trainer.datamodule": vars(datamodule)}),
         "trainer": vars(trainer),
         "trainer.fit_loop": vars(fit_loop),

@@ -131,7 +131,7 @@ def train(module: type[Net], strategy: Any = "auto", ranks: int = 1, **options: 
 def train_all() -> list[Record]:
     strategy = partial(AxoSparseStrategy, 2, 4, pipeline="model")
     records = [train(module, strategy(), 2) for module in MODULES]
-    return [*records, train(Freezes, strategy(loss="mean"), 2)]
+    return [*records, *(train(module, strategy(loss="mean"), 2) for module in (Freezes, Stops))]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_a_loss_that_is_a_mean(module: type[Net], expected: list[Record]) -> Non
 
 
 def test_stages_on_ranks(expected: list[Record]) -> None:
-    references = [*expected, expected[MODULES.index(Freezes)]]
+    references = [*expected, *(expected[MODULES.index(module)] for module in (Freezes, Stops))]
     for records in run_ranks(2, train_all):
         for record, reference in zip(records, references, strict=True):
             assert_same(record, reference)
