@@ -87,7 +87,11 @@ def attribute_value(owner: Any, name: str) -> Any:
 
 def set_attribute(owner: Any, name: str, value: Any) -> None:
     """Set an attribute, or with ``MISSING`` delete it."""
-    namespace = namespace_of(owner, name)
+    assign(namespace_of(owner, name), name, value)
+
+
+def assign(namespace: dict[str, Any], name: str, value: Any) -> None:
+    """Set an entry of a dict, or with ``MISSING`` delete it."""
     if value is MISSING:
         namespace.pop(name, None)
     else:
@@ -146,11 +150,8 @@ def _role(kind: type) -> Literal["owner", "mutable", "tuple", "none"]:
 
     An owner has attributes; a metric looks after its own state.
     """
-    is_metric = issubclass(kind, (Metric, MetricCollection))
-    if is_metric:
-        return "none"
     if has_attributes(kind) or issubclass(kind, nn.Module):
-        return "owner"
+        return "none" if issubclass(kind, (Metric, MetricCollection)) else "owner"
     if issubclass(kind, MUTABLE):
         return "mutable"
     return "tuple" if issubclass(kind, tuple) else "none"

@@ -34,14 +34,14 @@ def densify(counts: Tensor, offsets: Tensor, line: int, values: Tensor, out: Ten
         out: the tile, of any dtype.
     """
     out.zero_()
-    cast = _numpy(values.to(out.dtype).contiguous())
+    cast = _numpy(values.to(out.dtype))
     _scatter(counts.numpy(), offsets.numpy(), line, cast, _numpy(out))
 
 
 def compress(counts: Tensor, offsets: Tensor, line: int, dense: Tensor, out: Tensor) -> None:
     """Copy the unpruned entries of the flat tile ``dense`` to ``out``; arguments as above."""
     read = out if out.dtype == dense.dtype else dense.new_empty(len(out))
-    _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense.contiguous()), _numpy(read))
+    _gather(counts.numpy(), offsets.numpy(), line, _numpy(dense), _numpy(read))
     if read is not out:
         out.copy_(read)
 

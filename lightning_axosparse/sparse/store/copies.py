@@ -49,7 +49,11 @@ class WeightTensors(NamedTuple):
 
 
 class Launches:
-    """Densifies and compresses weights of one kind, and caches the tables that kernels read."""
+    """Densifies and compresses weights of one kind, and caches the tables that kernels read.
+
+    Where a kernel can, it serves several weights in one launch: to start one for each takes Python
+    longer than it takes a GPU to run them.
+    """
 
     def __init__(self) -> None:
         self._tables: dict[tuple[tuple[int, ...], ...], _Table] = {}

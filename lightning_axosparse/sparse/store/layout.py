@@ -213,9 +213,7 @@ class Layout(ABC):
             dense = dense.clone()  # of a sparse weight once, not for each tile
         rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
-            # An expanded tensor, as the gradient of a sum is, has a flat view with a stride of 0.
-            flat = rows[tile.rows].reshape(-1).contiguous()
-            self.compress_tile(tile, flat, values[tile.entries])
+            self.compress_tile(tile, rows[tile.rows].reshape(-1), values[tile.entries])
 
     @torch.no_grad()
     def densify(self, values: Tensor) -> Tensor:
@@ -229,7 +227,7 @@ class Layout(ABC):
     @torch.no_grad()
     def fill(self, dense: Tensor, values: Tensor) -> None:
         """Write ``values`` (shape ``(nnz,)``), cast to its dtype, and zeros to ``dense``."""
-        flat, values = dense.view(-1), values.contiguous()
+        flat = dense.view(-1)
         for tile in self.tiles:
             out = flat[tile.start : tile.start + tile.numel]
             self.densify_tile(tile, values[tile.entries], out)
@@ -247,7 +245,7 @@ class Layout(ABC):
         if kernels is None:
             reference.densify(self.positions_in(tile), values, out)
         else:
-            kernels.densify(*tile.index, values, out)
+            kernels.densify(*tile.index, values.contiguous(), out)
         clock.add("densify", start, now())
 
     def compress_tile(self, tile: Tile, dense: Tensor, out: Tensor) -> None:
@@ -255,7 +253,7 @@ class Layout(ABC):
 
         Args:
             tile: the part of the tensor to read.
-            dense: the tile, shape ``(tile.numel,)``, contiguous, any dtype.
+            dense: the tile, shape ``(tile.numel,)``, any dtype.
             out: where to write them, shape ``(tile.nnz,)``, contiguous, any dtype.
         """
         start = now()
@@ -263,7 +261,8 @@ class Layout(ABC):
         if kernels is None:
             reference.compress(self.positions_in(tile), dense, out)
         else:
-            kernels.compress(*tile.index, dense, out)
+            # An expanded tensor, as the gradient of a sum is, has a flat view with a stride of 0.
+            kernels.compress(*tile.index, dense.contiguous(), out)
         clock.add("compress", start, now())
 
     def mask(self) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -35,7 +35,6 @@ from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
     plain_torch_functions,
     storage_id,
-    version_of,
 )
 from lightning_axosparse.support.troubleshooting import see
 
@@ -89,16 +88,15 @@ class StepEffects:
         self._state = ModuleState(module, within)
         self.settings = OuterSettings(module)
         self._remote = [
-            (part, name)
+            (tensor.origin, namespace_of(part, name), name)
             for layer in layers
             for part in layer.modules()
             for name, tensor in chain(
                 part.named_parameters(recurse=False), part.named_buffers(recurse=False)
             )
-            if tensor.is_meta
+            if isinstance(tensor, RemoteTensor)
         ]
-        """Tensors of layers of other ranks: the modules that have them, and their names there."""
-        self._namespaces = [namespace_of(*remote) for remote in self._remote]
+        """Tensors of layers of other ranks: their names, and the dicts that have them, by name."""
         self._has_other_effects = False
 
     def begin_batch(self) -> None:
@@ -144,26 +142,17 @@ class StepEffects:
 
     @contextmanager
     def _refusing_changes(self) -> Iterator[None]:
-        before = self._remote_tensors()
+        before = [namespace.get(name) for _, namespace, name in self._remote]
         with RemoteTensor.noting_writes() as written:
             yield
-        pairs = zip(self._remote, before, self._remote_tensors(), strict=True)
-        for which, was, now in pairs:
-            if was != now or written.intersection(now[2:]):
-                self._refuse_change(*which)
-
-    def _remote_tensors(self) -> list[tuple[int, ...]]:
-        names = (name for _, name in self._remote)
-        with plain_torch_functions():
-            return [_traits(each) for each in map(dict.get, self._namespaces, names)]
-
-    def _refuse_change(self, owner: nn.Module, name: str) -> NoReturn:
-        within = next(path for path, part in self._module.named_modules() if part is owner)
-        raise MisconfigurationException(
-            f"The step changes '{within}.{name}' behind the layers. This layer is on another rank, "
-            "which runs the step only to the end of its stage: the change would be lost. Make it "
-            "in `on_train_batch_end`, which all ranks call, or in the layer." + see("steps")
-        )
+        for tensor, (origin, namespace, name) in zip(before, self._remote, strict=True):
+            if namespace.get(name) is not tensor or (written and _storage(tensor) in written):
+                raise MisconfigurationException(
+                    f"The step changes '{origin}' behind the layers. This layer is on another "
+                    "rank, which runs the step only to the end of its stage: the change would be "
+                    "lost. Make it in `on_train_batch_end`, which all ranks call, or in the layer."
+                    + see("steps")
+                )
 
     @contextmanager
     def of_part(self) -> Iterator[None]:
@@ -244,11 +233,9 @@ class StepEffects:
             write(self._module, path, how, put_together(rest, own))
 
 
-def _traits(tensor: Any) -> tuple[int, ...]:
-    """Return the identity, the version and the storage of a tensor; nothing of None."""
-    if tensor is None:
-        return ()
-    return id(tensor), version_of(tensor), storage_id(tensor.untyped_storage())
+def _storage(tensor: Tensor | None) -> int | None:
+    with plain_torch_functions():
+        return None if tensor is None else storage_id(tensor.untyped_storage())
 
 
 def not_sent(path: AttributePath) -> str:

@@ -9,17 +9,18 @@ to the other ranks.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_axosparse.pipeline.batch_layout import is_plain
+from lightning_axosparse.pipeline.state.module_state import assign
 from lightning_axosparse.pipeline.state.values import MISSING
 from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.support.torch_internals import plain_torch_functions
 
-_PLAIN = frozenset({bool, int, float, complex, str, type(None)})
 _CALLBACKS = "trainer.callbacks"
 
 
@@ -71,10 +72,18 @@ class OuterSettings:
         Those of callbacks stay, as hooks in layers may have counted there; so does a request to
         stop, as a handler of a signal may have made it.
         """
-        changed = self._changed()
+        differing = [
+            owner
+            for owner, namespace in self._now.items()
+            if namespace.keys() != self._before[owner].keys()
+            or not all(map(operator.is_, namespace.values(), self._before[owner].values()))
+        ]  # In every pass, of which most change nothing: it calls no function of ours.
+        if not differing:
+            return False
+        changed = self._changed(differing)
         for owner, name, _ in changed:
             if not (owner.startswith(_CALLBACKS) or name == "should_stop"):
-                _assign(self._now[owner], name, self._before[owner].get(name, MISSING))
+                assign(self._now[owner], name, self._before[owner].get(name, MISSING))
         return bool(changed)
 
     def has_frozen(self) -> bool:
@@ -85,7 +94,7 @@ class OuterSettings:
         """Return the changes of the run that counts, for :meth:`apply` on other ranks."""
         pairs = zip(self._parameters, self._trained, self._trained_now(), strict=True)
         frozen = [Setting(n, "requires_grad", now) for n, before, now in pairs if before != now]
-        return [*self._changed(), *frozen]
+        return [*self._changed(self._now), *frozen]
 
     def apply(self, settings: Sequence[Setting]) -> None:
         """Apply the changes of the run that counts, on another rank."""
@@ -97,22 +106,21 @@ class OuterSettings:
             if owner in self._parameters:
                 self._parameters[owner].requires_grad_(value)
             elif owner in self._now:
-                _assign(self._now[owner], name, value)
+                assign(self._now[owner], name, value)
 
     def _trained_now(self) -> list[bool]:
         with plain_torch_functions():
             return [parameter.requires_grad for parameter in self._parameters.values()]
 
-    def _changed(self) -> list[Setting]:
-        """Return the changed settings; it runs in every pass and calls little."""
-        return [
-            Setting(owner, name, namespace.get(name, MISSING))
-            for owner, namespace in self._now.items()
-            if namespace.keys() != self._before[owner].keys()
-            or not all(map(operator.is_, namespace.values(), self._before[owner].values()))
-            for name in {**self._before[owner], **namespace}
-            if _has_changed(self._before[owner].get(name, MISSING), namespace.get(name, MISSING))
-        ]
+    def _changed(self, owners: Iterable[str]) -> list[Setting]:
+        changed = []
+        for owner in owners:
+            before, now = self._before[owner], self._now[owner]
+            for name in {**before, **now}:
+                old, new = before.get(name, MISSING), now.get(name, MISSING)
+                if old is not new and _is_sent(old) and _is_sent(new):
+                    changed.append(Setting(owner, name, new))
+        return changed
 
 
 def _namespaces(module: LightningModule) -> dict[str, dict[str, Any]]:
@@ -138,19 +146,5 @@ def _namespaces(module: LightningModule) -> dict[str, dict[str, Any]]:
     }
 
 
-def _has_changed(before: Any, now: Any) -> bool:
-    return before is not now and _is_plain(before) and _is_plain(now)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a flag, a name, a list of these, or none at all."""
-    if type(value) in (list, tuple):
-        return all(type(each) in _PLAIN for each in value)
-    return type(value) in _PLAIN or value is MISSING
-
-
-def _assign(namespace: dict[str, Any], name: str, value: Any) -> None:
-    if value is MISSING:
-        namespace.pop(name, None)
-    else:
-        namespace[name] = value
+def _is_sent(value: Any) -> bool:
+    return value is MISSING or is_plain(value)
