@@ -175,6 +175,26 @@ AVERAGES = (
 BLOCKS = tuple(replace(CURVED, rate=rate, block=4) for rate in (6e-3, 9e-3))
 """80 % in blocks of four rows of a column, which a product would load once."""
 
+FASTER = replace(CURVED, rate=9e-3)
+"""80 % at the rate that was best on English."""
+
+IN_ENGLISH = (
+    BEST,
+    replace(BEST, ham=1.0),
+    replace(BEST, averaged=0.99, begin=0.9, end=0.9),
+    NINETY,
+    *(replace(NINETY, end=end) for end in (0.8, 0.7)),
+    *(replace(NINETY, ramp=ramp) for ramp in (2.0, 5.0)),
+    replace(NINETY, row_floor=4),
+    *(replace(arm, own_rates=0.5) for arm in (NINETY, FASTER)),
+    *(replace(arm, ham=1.0) for arm in (NINETY, FASTER)),
+    *(replace(arm, averaged=0.99) for arm in (NINETY, FASTER)),
+    *(replace(arm, smoothed=0.99) for arm in (NINETY, FASTER)),
+    FASTER,
+    replace(FASTER, block=4),
+)
+"""Arms B to E, and blocks, on English."""
+
 WIDE = shaped(lasting(LIBRARY, 1088), 256, 2)
 """A wide network of which few weights are left: 1 % of it has seen 67 bytes a weight."""
 
@@ -202,6 +222,15 @@ EXTREME = to_zero(
     replace(EARLIER, rate=2e-3, drop=0.3),
 )
 """Ways to leave one weight in a hundred."""
+
+WIDER = of(
+    shaped(lasting(LIBRARY, 1088), 512, 2),
+    *to_zero(
+        *at_rates(7.5e-4, 1.5e-3),
+        *(replace(EARLIER, rate=rate) for rate in (1e-3, 2e-3)),
+    ),
+)
+"""Twice as wide, dense and with one weight in a hundred."""
 
 SMALL_RATES = to_zero(*at_rates(6e-3, 1.2e-2, 2.4e-2))
 
@@ -530,6 +559,7 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
         Comparison("Ways to prune 99 %", of(WIDE, *EXTREME), CHOOSING[:1], "validation"),
         Comparison("98 to 99.9 %, and as small dense ones", FEW, CHOOSING[:1], "validation"),
     ),
+    "extreme-wider": (Comparison("99 %, 512 wide", WIDER, CHOOSING[:1], "validation"),),
     "ham": (Comparison("HAM", of(LIBRARY, BEST, *HAM), CHOOSING, "validation"),),
     "averages": (
         Comparison("Averaged weights", of(LIBRARY, BEST, *AVERAGES), CHOOSING, "validation"),
@@ -541,6 +571,9 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             CHOOSING,
             "validation",
         ),
+    ),
+    "arms-english": (
+        Comparison("English, arms B to E", of(ENGLISH, *IN_ENGLISH), CHOOSING[:1], "validation"),
     ),
     "larger": (
         Comparison(
