@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch_layout import copied_batch, is_plain, nodes
 from lightning_axosparse.pipeline.crossing.message import Crossing, SentValues
+from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
-from lightning_axosparse.pipeline.stage_forward import PipelinedLayers, StepRun
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.support.torch_internals import PausableOperatorMode
 from lightning_axosparse.support.troubleshooting import see
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -24,8 +25,8 @@ from lightning_axosparse.pipeline.crossing.message import (
     Rerun,
     detached_message,
 )
+from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.stage_forward import StepRun
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.troubleshooting import see
 
@@ -117,13 +118,17 @@ class PartedStageStep(TrainingStageStep):
             self.rerun = Rerun.READS
         return EMPTY
 
-    def _passed(self, run: StepRun, microbatch: int) -> Activation:
-        """Run the step to its end; return the layer outputs, if they are kept."""
-        self._runs[microbatch] = run
-        run.sent, run.ends_behind_layers = run.sent if self._keeps else None, False
+    def _new_run(self, microbatch: int, received: Message) -> StepRun:
+        run = super()._new_run(microbatch, received)
+        run = replace(run, sent=run.sent if self._keeps else None, ends_behind_layers=False)
         if not self.batch.numbers:  # Python's and NumPy's generators stay, so draws show.
             run.seed_layers = partial(self.batch.rng.seed_torch, microbatch, self.stage)
             run.draws = self.batch.rng.noticed_draws()
+        return run
+
+    def _passed(self, run: StepRun, microbatch: int) -> Activation:
+        """Run the step to its end; return the layer outputs, if they are kept."""
+        self._runs[microbatch] = run
         measured = self._limit.measured(self.stage, run.received.tensors)
         with self.batch.effects.of_part(), measured:
             output = self._run_step(run, self.batch.microbatches[microbatch])

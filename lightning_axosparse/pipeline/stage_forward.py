@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -27,21 +26,11 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.inner_backward import InnerBackward
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
-from lightning_axosparse.pipeline.crossing.message import (
-    NOTHING,
-    Activation,
-    Message,
-    SentValues,
-    StageReads,
-)
-from lightning_axosparse.pipeline.crossing.placeholder import (
-    Placeholder,
-    StepProgress,
-    with_descriptions,
-)
+from lightning_axosparse.pipeline.crossing.message import Activation
+from lightning_axosparse.pipeline.crossing.placeholder import with_descriptions
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
-from lightning_axosparse.pipeline.rng import NoticedDraws
+from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched, replaced_forward
 from lightning_axosparse.support.torch_internals import (
@@ -67,70 +56,6 @@ class StageEdge(BaseException):
         self.activation = activation
 
 
-FirstInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Replaces the arguments of the first layer."""
-
-
-@dataclass(kw_only=True)
-class StepRun:
-    """One run of the step: on a micro-batch, through one stage, or on the batch, for its end.
-
-    The end of the step is a stage after the last one, which has no layers.
-
-    Attributes:
-        stage: the stage.
-        received: the message of the previous stage.
-        sent: the values that the stage sends; None if the step runs to its end.
-        seed_layers: seeds the layers; None if they draw as on one process.
-        ends_behind_layers: whether the return of the last layer ends the step.
-        reads: records the values of other stages that the stage reads; None if they are known.
-        first_inputs: replaces the arguments of the first layer, on the first stage; None to leave
-            them as they are.
-        behind_layers: called at the return of the last layer, in a run of the end of the step;
-            returns a context for the rest of the run.
-        draws: notices draws outside the layers; None if they are followed, or if another run
-            notices them.
-        placeholders: those of earlier stages that may get a gradient, and must not.
-        next_layer: index of the layer that the step is to call next.
-        segment: the current segment of layers, with activation checkpointing.
-        sent_here: the stage's activation, if the step continues behind the last layer.
-    """
-
-    stage: int
-    received: Message = NOTHING
-    sent: SentValues | None
-    seed_layers: Callable[[], object] | None = None
-    ends_behind_layers: bool = True
-    reads: StageReads | None = None
-    first_inputs: FirstInputs | None = None
-    behind_layers: Callable[[], AbstractContextManager[object]] | None = None
-    draws: NoticedDraws | None = None
-
-    placeholders: list[Placeholder] = field(init=False, default_factory=list)
-    next_layer: int = field(init=False, default=0)
-    segment: Segment | None = field(init=False, default=None)
-    sent_here: Activation | None = field(init=False, default=None)
-
-    def received_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of earlier stages: those received, and placeholders."""
-        yield from self.received.tensors
-        yield from self.placeholders
-
-    def validate_placeholders(self) -> None:
-        """Check that no placeholder of a value of an earlier stage has a gradient."""
-        with plain_torch_functions():
-            used = [each for each in self.placeholders if each.grad is not None]
-        self.placeholders.clear()
-        if used:
-            user = f"Stage {self.stage}" if self.sent is not None else "The end of the step"
-            raise MisconfigurationException(
-                f"{user} uses {used[0].source} in a way that could not be followed: "
-                "the step gives it to a torch.autograd.Function or to compiled code. Do that "
-                "inside a layer, put both ends into one stage (balance=...), or carry the value "
-                "along in what the layers return." + see("values-between-layers")
-            )
-
-
 class _CurrentRun(NamedTuple):
     """The present run of the step, with the records of its values.
 
@@ -141,7 +66,6 @@ class _CurrentRun(NamedTuple):
         values: records derived values.
         inner: runs the backward passes of the step itself.
         modes: modes that observe the step, but not the layers.
-        sends: whether a later stage continues the step, and needs values of this one.
         contexts: contexts that end with the run.
     """
 
@@ -151,7 +75,6 @@ class _CurrentRun(NamedTuple):
     values: DerivedValues
     inner: InnerBackward
     modes: Sequence[Mode]
-    sends: bool
     contexts: ExitStack
 
 
@@ -228,21 +151,16 @@ class PipelinedLayers:
             run: the run.
             modes: modes that observe the step, but not the layers.
         """
-        received: Activation = run.received.content
-        part, sent = self.part(run.stage), run.sent
-        progress = StepProgress(run.stage, placeholders=run.placeholders)
+        part = self.part(run.stage)
         # The end of the step changes the module's own buffers.
-        buffers = self._buffers if sent is not None else {}
-        values = DerivedValues(progress, part, received, sent, buffers, self.names, run.reads)
-        side_outputs = SideOutputs(
-            self._watched, received.side_outputs, values, progress, sent, run.reads
-        )
+        values = DerivedValues(run, part, self._buffers if run.sends else {}, self.names)
+        side_outputs = SideOutputs(run, self._watched, values)
         modes = [*modes, values] if values.follows else modes
         modes = modes if run.draws is None else [run.draws, *modes]
         earlier = self.layers[: part.start]
         inner = InnerBackward(self._module.parameters, run.received_tensors, earlier)
-        sends, contexts = sent is not None, ExitStack()
-        self._current = _CurrentRun(run, part, side_outputs, values, inner, modes, sends, contexts)
+        contexts = ExitStack()
+        self._current = _CurrentRun(run, part, side_outputs, values, inner, modes, contexts)
         try:
             with contexts:
                 for mode in modes:
@@ -300,7 +218,7 @@ class PipelinedLayers:
                 if run.next_layer == len(self.layers):
                     if run.ends_behind_layers:
                         raise StageEdge(_activation(current))
-                    if current.sends:
+                    if current.run.sends:
                         run.sent_here = _activation(current)
                 return output
 
@@ -321,7 +239,7 @@ class PipelinedLayers:
         """Prepare for the stage's own layers; return the arguments of the first one."""
         if current.run.first_inputs is not None:
             args, kwargs = current.run.first_inputs(args, kwargs)
-        if current.sends:
+        if current.run.sends:
             current.side_outputs.watch(current.part)
         current.values.begin_stage()
         if current.run.seed_layers is not None:
@@ -337,9 +255,9 @@ class PipelinedLayers:
         kwargs: dict[str, Any],
     ) -> Any:
         """Compute a layer of the stage, and record its output and side outputs."""
-        if not current.sends and current.run.reads is None:
+        if not current.run.sends and current.run.reads is None:
             return self._compute(current.run, index, compute, args, kwargs)
-        if current.sends:
+        if current.run.sends:
             current.side_outputs.begin_layer(index)
         observed: AbstractContextManager[None] = nullcontext()
         if current.run.reads is not None:  # A probe, which records the values that layers read.
@@ -347,7 +265,7 @@ class PipelinedLayers:
             observed = current.values.computing_layer((args, kwargs), is_compiled)
         with observed:
             output = self._compute(current.run, index, compute, args, kwargs)
-        if current.sends:
+        if current.run.sends:
             _record_output(current, index, output)
         return output
 

@@ -26,10 +26,10 @@ from lightning_axosparse.pipeline.crossing.message import (
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
+from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import NoticedDraws
-from lightning_axosparse.pipeline.stage_forward import StepRun
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.torch_internals import never_compiled, paused
 

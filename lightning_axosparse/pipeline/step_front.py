@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
+from lightning_axosparse.pipeline.crossing.step_run import FirstInputs, StepRun
 from lightning_axosparse.pipeline.joining import Axis, axes
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.stage_forward import FirstInputs, StepRun
 from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import await_collective
 

@@ -348,6 +348,8 @@ _LEAVES = (Tensor, TensorDescription)
 
 def with_descriptions(tree: Any) -> Any:
     """Replace the tensors in an object by descriptions; those that it has stay."""
+    if isinstance(tree, Tensor):
+        return TensorDescription.of(tree)
     return object_map(
         _LEAVES, lambda leaf: TensorDescription.of(leaf) if isinstance(leaf, Tensor) else leaf, tree
     )

@@ -42,16 +42,13 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Place,
-    SentValues,
     SidePlace,
-    StageReads,
     Value,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import (
     GRADIENT_HOOKS,
     Outcome,
     Placeholder,
-    StepProgress,
     TensorDescription,
     attribute_tensors,
     computed_from,
@@ -62,6 +59,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     with_descriptions,
     with_tensors,
 )
+from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
@@ -112,25 +110,26 @@ class DerivedValues(PausableMode):
 
     It is a mode, to be entered around the step if ``follows`` is set.
 
-    ``sent`` is None on the last stage. ``buffers`` are names by ``id``. In a probe, ``reads``
-    records the values that the stage reads; else it is None.
+    Args:
+        run: the run of the step; in a probe, its ``reads`` records the values that the stage reads.
+        part: indices of the stage's layers.
+        buffers: names of the buffers that may not change between layers, by ``id``.
+        names: of all layers.
     """
 
     def __init__(
         self,
-        progress: StepProgress,
+        run: StepRun,
         part: range,
-        received: Activation,
-        sent: SentValues | None,
         buffers: Mapping[int, str],
         names: Sequence[str],
-        reads: StageReads | None,
     ) -> None:
         super().__init__()
-        self._progress, self._last = progress, part.stop - 1
+        received, sent = run.received.content, run.sent
+        self._progress, self._reads, self._last = run.progress, run.reads, part.stop - 1
         self._received, self._forms = dict(received.values), dict(received.forms)
-        self._buffers, self._names, self._reads = buffers, names, reads
-        self._sends = sent is not None
+        self._buffers, self._names = buffers, names
+        self._sends = run.sends
         self._sent_values: Any = () if sent is None else sent.values
         self._follows_stage = sent is not None and (
             # Without versions, only functions show that the step changes a value.
@@ -141,7 +140,7 @@ class DerivedValues(PausableMode):
             or received.values
             or received.is_changed
             or received.side_outputs
-            or reads is not None
+            or run.reads is not None
         )
         """Whether functions between layers have to be followed."""
         self._tracked: dict[int, _Tracked] = {}

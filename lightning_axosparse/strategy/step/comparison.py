@@ -25,6 +25,7 @@ from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
 from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
+from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import (
     SampleLayout,
     SampleLayouts,
@@ -35,7 +36,6 @@ from lightning_axosparse.pipeline.joining import (
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
 from lightning_axosparse.pipeline.rng import ComparedNumbers
-from lightning_axosparse.pipeline.stage_forward import StepRun
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
