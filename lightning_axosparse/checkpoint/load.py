@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torchmetrics import Metric
 
 from lightning_axosparse.checkpoint.safetensors import SafetensorsState
 from lightning_axosparse.pruning.masks import MaskBits
@@ -195,6 +196,12 @@ def _validate_names(
             name
             for name, tensor in chain(module.named_parameters(), module.named_buffers())
             if tensor.is_meta and (name not in expected or skipped(name))
+        ]
+        + [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, Metric)
+            and any(isinstance(v, Tensor) and v.is_meta for v in part._defaults.values())
         ],
     }
     messages = [

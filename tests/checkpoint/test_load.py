@@ -275,6 +275,10 @@ def test_wrong_names_and_shapes_raise_and_change_nothing(saved: dict[str, Any]) 
         fresh = Larger()
     skip = ["model.5.*", "extra.*"]
     assert_raises(fresh, r"meta device.*'model.5.weight'", files["checkpoint"], skip=skip)
+    with torch.device("meta"):
+        measured = nn.ModuleDict({"net": net(), "accuracy": MulticlassAccuracy(5)})
+    state = {f"net.{name}": value for name, value in net().state_dict().items()}
+    assert_raises(measured, r"meta device.*'accuracy'", state)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_sparse(net(), "nowhere.ckpt")
     with pytest.raises(ValueError, match=r"\['head.\*'\]"):

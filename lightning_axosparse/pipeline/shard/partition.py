@@ -17,6 +17,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_axosparse.support.torch_internals import fake_mode, tree_map_only
 from lightning_axosparse.support.troubleshooting import see
@@ -384,8 +385,23 @@ def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int)
     )
 
 
+def _is_lazy(part: nn.Module) -> bool:
+    return any(map(is_lazy, part.parameters(recurse=False)))
+
+
 def count_parameters(layers: Sequence[nn.Module]) -> list[int]:
-    """Count the parameters of each layer; a shared one counts in the first layer that has it."""
+    """Count the parameters of each layer; a shared one counts in the first layer that has it.
+
+    Raises:
+        MisconfigurationException: if a parameter has no shape yet.
+    """
+    lazy = next((part for layer in layers for part in layer.modules() if _is_lazy(part)), None)
+    if lazy is not None:
+        raise MisconfigurationException(
+            f"A {type(lazy).__name__} of the layers has no shape before it is called, so they "
+            "cannot be dealt to stages: give it its sizes, or call the module once before fit."
+            + see("layers")
+        )
     seen: set[nn.Parameter] = set()
     counts = []
     for layer in layers:

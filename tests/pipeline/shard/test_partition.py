@@ -287,3 +287,8 @@ def test_a_partition_says_how_unequal_its_stages_are(
         f"layers 'layers.0' to 'layers.4' in {parts}, "
         f"the largest stage with {worst} times the mean stage's parameters"
     )
+
+
+def test_layers_without_sizes_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="A LazyLinear of the layers has no shape"):
+        count_parameters([nn.Linear(2, 2), nn.Sequential(nn.LazyLinear(3))])
