@@ -122,7 +122,8 @@ class Batch:
         effects: undoes the effects of runs, or lets them count.
         backward: differentiates the losses; None in evaluation.
         crossing: the values that each stage sends; None if unknown: all values.
-        layouts: the layouts of samples in layer outputs.
+        layouts: the layouts of samples in inputs and outputs of the layers.
+        mixes: whether the code before the layers mixes samples.
         numbers: the random numbers of the step, by stage; empty if it draws none.
         of_pass: makes the context of a pass through a stage; with None, of a run without layers.
         failures: texts of the errors in runs that are only compared.
@@ -141,6 +142,7 @@ class Batch:
     backward: LossBackward | None = None
     crossing: Crossing | None = None
     layouts: SampleLayouts = field(default_factory=SampleLayouts)
+    mixes: bool = False
     numbers: Mapping[int, SampledNumbers] = field(default_factory=dict)
     of_pass: Callable[[int | None], AbstractContextManager[None]] = lambda stage: nullcontext()
     failures: list[str] = field(default_factory=list)

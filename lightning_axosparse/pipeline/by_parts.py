@@ -113,9 +113,10 @@ class PartedStageStep(TrainingStageStep):
 
     def forward(self, microbatch: int, received: Message | None) -> Activation:
         """Run the user's step on a micro-batch, to its end."""
-        if super().forward(microbatch, received).has_failed:
+        failed = super().forward(microbatch, received).failed
+        if failed is not None:
             self._losses.append(Tensor())
-            self.rerun = Rerun.READS
+            self.rerun = failed
         return EMPTY
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:

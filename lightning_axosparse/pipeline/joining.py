@@ -7,9 +7,10 @@ of a sample or two views of it. For a batch of samples s and t, the rows are:
     Axis(dim=0, rows=2)             s1, s2, t1, t2    as of ``x.flatten(0, 1)``
     Axis(dim=0, rows=2, views=2)    s1, t1, s2, t2    as of ``torch.cat([view1, view2])``
 
-The layout is learned from a batch that the layers compute whole and in micro-batches (``learn``);
-otherwise it follows from the shapes. A tensor without samples, such as a mask of positions, is
-alike in all micro-batches.
+Layouts are learned from batches that the layers compute whole and in micro-batches (``learn``). If
+the values of a batch fit several, such as those of a mask that is all true, other batches decide;
+until then a batch for which it makes a difference has to run as one micro-batch. A tensor without
+samples, such as a mask of positions, is alike in all micro-batches.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_axosparse.pipeline.crossing.message import Activation
+from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, RunAgain
 from lightning_axosparse.pipeline.crossing.placeholder import TensorDescription, values_in
 from lightning_axosparse.support.object_trees import object_map
 from lightning_axosparse.support.troubleshooting import see
@@ -41,6 +42,10 @@ class Axis(NamedTuple):
     dim: int
     rows: int = 1
     views: int = 1
+
+    def fits(self, shape: torch.Size, size: int) -> bool:
+        """Whether a tensor of ``size`` samples with this layout may have a shape."""
+        return self.dim < len(shape) and shape[self.dim] == self.rows * size
 
     def cat(self, parts: Sequence[Tensor]) -> Tensor:
         """Join the rows of consecutive samples."""
@@ -74,67 +79,83 @@ if it has no samples, as the same tensor, their mean weighted by samples, or the
 """
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleLayouts:
-    """The layouts of the tensors that a stage sends, by the place where the step computes them."""
+    """The layouts of tensors, by the place where the step computes them.
 
-    known: dict[Hashable, SampleLayout] = field(default_factory=dict)
+    Attributes:
+        known: the layouts that have fitted the values of a tensor so far, the best one first.
+        one_view: whether a tensor of unknown layout has one view of the samples, as no batch could
+            be compared.
+        compares: whether the present run compares a batch with its micro-batches.
+    """
 
-    def of(self, key: Hashable, parts: Sequence[Any], sizes: Sequence[int]) -> SampleLayout | None:
-        """Return the layout of a tensor; None if it is unknown.
+    known: dict[Hashable, Sequence[SampleLayout]] = field(default_factory=dict)
+    one_view: bool = True
+    compares: bool = False
+
+    def of(self, key: Hashable, parts: Sequence[Any], sizes: Sequence[int]) -> list[SampleLayout]:
+        """Return the possible layouts of a tensor; none if no layout fits.
 
         Args:
             key: the place where the step computes it.
             parts: the tensors of the micro-batches, or descriptions of them.
             sizes: number of samples in each micro-batch.
         """
-        known = self.known.get(key)
-        if isinstance(known, Axis):
-            fits = all(
-                known.dim < len(part.shape) and part.shape[known.dim] == known.rows * size
-                for part, size in zip(parts, sizes, strict=True)
-            )
-            return known if fits else _by_shape(parts, sizes)
-        return _by_shape(parts, sizes) if known is None else known
+        shapes = [part.shape for part in parts]
+        fitting = [
+            layout
+            for layout in self.known.get(key, ())
+            if not isinstance(layout, Axis) or all(map(layout.fits, shapes, sizes))
+        ]
+        return fitting or _by_shape(shapes, sizes)[: 1 if self.one_view else None]
+
+    def narrow(self, key: Hashable, fitting: Sequence[SampleLayout]) -> None:
+        """Exclude the layouts of a tensor that do not fit its values in one more batch."""
+        both = [layout for layout in fitting if layout in self.known.get(key, fitting)]
+        self.known[key] = both or fitting
 
 
-def _by_shape(parts: Sequence[Any], sizes: Sequence[int]) -> SampleLayout | None:
-    """Return the layout by the shapes: samples are along the first dimension that grows with them.
+def _by_shape(shapes: Sequence[torch.Size], sizes: Sequence[int]) -> list[SampleLayout]:
+    """Return the layouts by the shapes: samples are along the first dimension that grows with them.
 
-    Shapes (2, 5, 8) and (3, 5, 8) of 2 and 3 samples give ``Axis(0)``.
+    Shapes (2, 5, 8) and (3, 5, 8) of 2 and 3 samples give ``[Axis(0)]``.
     """
-    first = parts[0].shape
-    if len({len(part.shape) for part in parts}) > 1:
-        return None
+    first = shapes[0]
+    if len(set(map(len, shapes))) > 1:
+        return []
     for dim in range(len(first)):
         rows, rest = divmod(first[dim], sizes[0])
-        others = [part.shape[:dim] + part.shape[dim + 1 :] for part in parts]
-        grows = all(part.shape[dim] == rows * n for part, n in zip(parts, sizes, strict=True))
-        if not rest and rows and grows and all(other == others[0] for other in others):
-            return Axis(dim, rows)
-    return "alike" if len({part.shape for part in parts}) == 1 else None
+        others = {shape[:dim] + shape[dim + 1 :] for shape in shapes}
+        if not rest and rows and len(others) == 1 and all(map(Axis(dim, rows).fits, shapes, sizes)):
+            return list(_with_views(dim, rows))
+    return ["alike"] if len(set(shapes)) == 1 else []
 
 
-def best_layout(
+def _with_views(dim: int, rows: int) -> Iterator[Axis]:
+    return (Axis(dim, rows, views) for views in range(1, rows + 1) if rows % views == 0)
+
+
+def fitting_layouts(
     whole: Tensor,
     parts: Sequence[Tensor],
     sizes: Sequence[int],
-    differ: Differ,
+    tolerance: float,
     may_reduce: bool = False,
-) -> tuple[SampleLayout | None, float]:
-    """Return the layout with which micro-batches' tensors are closest to that of the whole batch.
+) -> tuple[list[SampleLayout], float]:
+    """Return the layouts with which micro-batches' tensors make up that of the whole batch.
 
     Args:
         whole: the tensor of the whole batch.
         parts: those of its micro-batches.
         sizes: number of samples in each micro-batch.
-        differ: returns the relative difference of two tensors of one shape.
+        tolerance: largest relative difference of values that count as equal.
         may_reduce: whether the tensors may be means or sums over samples.
 
     Returns:
-        The layout, and the relative difference that remains; None and infinity if none fits.
+        The layouts, the best one first, and the relative difference that it leaves. If none is
+        within the tolerance, that one alone; none and infinity if the shapes do not fit.
     """
-    tried: list[tuple[float, int, SampleLayout | None]] = []
     candidates: list[SampleLayout]
     if all(part.shape == whole.shape for part in parts):
         candidates = ["alike"]
@@ -145,15 +166,52 @@ def best_layout(
             axes(whole.shape, p.shape, sum(sizes), n) for p, n in zip(parts, sizes, strict=True)
         ]
         candidates = [axis for axis in possible[0] if all(axis in other for other in possible)]
-    for place, layout in enumerate(candidates):
-        joined = joined_by(layout, parts, sizes)
-        worst = max(differ(part, whole) for part in parts) if layout == "alike" else 0.0
-        tried.append((max(differ(joined, whole), worst), place, layout))
-    difference, _, best = min(tried, default=(float("inf"), 0, None))
-    return best, difference
+    if not candidates:
+        return [], float("inf")
+    if whole.is_meta:
+        return candidates, 0.0
+    tried: list[tuple[float, SampleLayout]] = []
+    for layout in candidates:
+        joined = parts if layout == "alike" else [joined_by(layout, parts, sizes)]
+        tried.append((max(difference(each, whole) for each in joined), layout))
+    return closest(tried, tolerance), min(by for by, _ in tried)
 
 
-Differ = Callable[[Tensor, Tensor], float]
+L = TypeVar("L", bound="SampleLayout")
+
+
+def closest(tried: Sequence[tuple[float, L]], tolerance: float) -> list[L]:
+    """Return the layouts with the least difference, but for rounding, the best one first.
+
+    Args:
+        tried: layouts, with the relative difference that each one leaves.
+        tolerance: largest relative difference of values that count as equal.
+    """
+    least = min(by for by, _ in tried)
+    most = min(max(10 * least, tolerance / 1000), tolerance)
+    by_difference = sorted(tried, key=lambda pair: pair[0])
+    return [layout for by, layout in by_difference if by <= max(least, most)]
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference of two tensors of one shape, relative to the largest entry."""
+    if not (one.is_floating_point() or one.is_complex()):
+        return float((one != other).double().mean()) if one.numel() else 0.0
+    one, other = one.to(torch.promote_types(one.dtype, torch.float32)), other.to(one.dtype)
+    finite = other.isfinite()
+    if not bool(finite.all()):
+        infinite = other.isinf()
+        is_alike = torch.equal(one.isfinite(), finite) and torch.equal(one.isinf(), infinite)
+        if not is_alike or not torch.equal(one[infinite], other[infinite]):
+            return 1.0
+        one, other = one[finite], other[finite]
+    scale = float(other.abs().max()) if other.numel() else 0.0
+    return float((one - other).abs().max()) / scale if scale else float(one.any())
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return a relative difference that rounding hardly ever makes."""
+    return torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point else 0.0
 
 
 def axes(whole: torch.Size, part: torch.Size, samples: int, size: int) -> list[Axis]:
@@ -173,7 +231,7 @@ def axes(whole: torch.Size, part: torch.Size, samples: int, size: int) -> list[A
     rows, rest = divmod(whole[unequal[0]], samples)
     if rest or part[unequal[0]] != rows * size:
         return []
-    return [Axis(unequal[0], rows, views) for views in range(1, rows + 1) if rows % views == 0]
+    return list(_with_views(unequal[0], rows))
 
 
 def joined_by(layout: SampleLayout, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -249,6 +307,7 @@ def join(
 
     Raises:
         MisconfigurationException: if the outputs of a layer cannot be joined; it names the layer.
+        RunAgain: if it is not known which rows of a tensor belong to which sample.
     """
     keyed = [keyed_values(activation) for activation in activations]
     keys = [key for key, _ in keyed[0]]
@@ -262,20 +321,39 @@ def join(
     for key, parts in zip(
         keys, zip(*([v for _, v in own] for own in keyed), strict=True), strict=True
     ):
-        layout = layouts.of(key, parts, sizes)
-        if layout is None:
+        possible = layouts.of(key, parts, sizes)
+        if not possible:
             shapes = ", ".join(str(tuple(part.shape)) for part in parts)
             text = f"tensors of shapes {shapes} for micro-batches of {', '.join(map(str, sizes))}"
             raise cannot_join(name_of(layer_of(key)), text + " samples")
         if isinstance(parts[0], TensorDescription):
-            values.append(_joined_description(parts, layout))
+            values.append(_joined_description(parts, possible[0]))
             continue
-        joined = joined_by(layout, [part.detach() for part in parts], sizes).detach()
         requires_grad = any(part.requires_grad for part in parts)
+        layout, *rest = possible
+        joined = joined_by(layout, [part.detach() for part in parts], sizes).detach()
+        if rest and len(parts) > 1:
+            _validate_alike(joined, rest, parts, sizes)
         tensors.append(joined.requires_grad_(requires_grad))
         used.append(layout)
         values.append(tensors[-1])
     return Joined(_with_values(activations[0], iter(values)), tensors, used)
+
+
+def _validate_alike(
+    joined: Tensor, others: Sequence[SampleLayout], parts: Sequence[Tensor], sizes: Sequence[int]
+) -> None:
+    """Check that it makes no difference which of several layouts a tensor has.
+
+    Raises:
+        RunAgain: if the joined values differ, or if gradients would go to other rows.
+    """
+    detached = [part.detach() for part in parts]
+    is_trained = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+    for layout in others:
+        apart = difference(joined_by(layout, detached, sizes), joined)
+        if (isinstance(layout, Axis) and is_trained) or apart > rounding(joined.dtype):
+            raise RunAgain(Rerun.SAMPLES)
 
 
 def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
@@ -307,16 +385,16 @@ def _joined_description(
 
 
 def learn(
-    whole: Activation, parts: Sequence[Activation], sizes: Sequence[int], differ: Differ
-) -> tuple[Mapping[Hashable, SampleLayout], list[tuple[Hashable, float]]]:
+    whole: Activation, parts: Sequence[Activation], sizes: Sequence[int], tolerance: float
+) -> tuple[Mapping[Hashable, Sequence[SampleLayout]], list[tuple[Hashable, float]]]:
     """Learn the layouts with which the activations of micro-batches join to that of the batch.
 
     Returns:
-        The layout, and the relative difference after joining, of the tensor of each place.
+        The layouts, and the relative difference after joining, of the tensor of each place.
     """
     keyed = [keyed_values(activation) for activation in parts]
     numbers = [_numbers(activation.output) for activation in (whole, *parts)]
-    known: dict[Hashable, SampleLayout] = {}
+    known: dict[Hashable, Sequence[SampleLayout]] = {}
     differences: list[tuple[Hashable, float]] = []
     if any(each != numbers[0] for each in numbers):
         differences.append((("output", -1), float("inf")))
@@ -328,14 +406,14 @@ def learn(
         values = [part for _, part in own]
         if isinstance(value, TensorDescription):
             shapes = [torch.empty(each.shape, device="meta") for each in (value, *values)]
-            layout, difference = best_layout(shapes[0], shapes[1:], sizes, lambda a, b: 0.0)
+            layouts, apart = fitting_layouts(shapes[0], shapes[1:], sizes, tolerance)
         else:
             detached = [part.detach() for part in values]
             may_reduce = not (isinstance(key, tuple) and key[0] == "output")
-            layout, difference = best_layout(value.detach(), detached, sizes, differ, may_reduce)
-        if layout is not None:
-            known[key] = layout
-        differences.append((key, difference))
+            layouts, apart = fitting_layouts(value.detach(), detached, sizes, tolerance, may_reduce)
+        if layouts:
+            known[key] = layouts
+        differences.append((key, apart))
     return known, differences
 
 

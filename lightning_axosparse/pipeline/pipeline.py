@@ -153,7 +153,7 @@ class Pipeline:
     def _read_by_end(self, batch: Batch, last: ProbingStep) -> StageReads:
         """Return the values of the stages that the end of the step reads."""
         reads, (activation,) = StageReads(), last.activations
-        if activation.has_failed or activation.is_empty:
+        if activation.failed is not None or activation.is_empty:
             return reads
         message = detached_message(activation)[1]
         try:
@@ -168,10 +168,11 @@ class Pipeline:
         return reads
 
     def _front(self, batch: Batch) -> StepFront | None:
-        """Run the code before the layers; return None if another process runs it."""
-        if 0 not in self._links or not self.is_divided:
+        """Run the code before the layers on the batch; return None if no stage here needs that."""
+        first, is_whole = min(self._links), len(batch.microbatches) == 1
+        if not self.is_divided or is_whole or (first > 0 and not batch.mixes):
             return None
-        front = StepFront(batch, () if batch.backward is None else self._outer_parameters())
+        front = StepFront(batch, first, () if batch.backward is None else self._outer_parameters())
         front.run()
         return front
 
@@ -184,7 +185,7 @@ class Pipeline:
         forwards_first: bool = False,
     ) -> tuple[dict[int, S], list[StageRun]]:
         """Create the steps of a batch on the stages of this process, and their runs."""
-        steps = {stage: make(stage, batch, front if stage == 0 else None) for stage in self._links}
+        steps = {stage: make(stage, batch, front) for stage in self._links}
         shared = self._stages, len(batch.microbatches), self.limit.value, forwards_first
         runs = [
             StageRun(schedule(stage, *shared), self._links[stage], step, self._shared_order)

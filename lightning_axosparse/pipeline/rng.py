@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -134,6 +134,10 @@ class PipelineRNG:
         """Whether code outside the layers has drawn since the run began."""
         return Generators(self._device) != self._begin
 
+    def present(self) -> Generators:
+        """Return the present states."""
+        return Generators(self._device)
+
     def noticed_draws(self) -> NoticedDraws:
         """Return the mode that notices draws in a run that begins."""
         return NoticedDraws(self._begin)
@@ -236,7 +240,7 @@ class SampledNumbers(PausableOperatorMode):
         super().__init__()
         self.problem: str | None = None
         self._samples, self._device = samples, device
-        self._whole: list[Tensor] = []
+        self._whole: list[_Drawn] = []
         self._used, self._first, self._end = 0, 0, samples
         self._own_states: dict[torch.Generator, Tensor] = {}
         """The states that the user's own generators had before the run."""
@@ -294,7 +298,7 @@ class SampledNumbers(PausableOperatorMode):
         if not call.has_drawn:
             return call.output
         if self._end - self._first == self._samples and self._used == len(self._whole):
-            self._whole.append(call.numbers.detach().clone())
+            self._whole.append(call.drawn())
             self._used += 1
             return call.output
         return self._sampled(call)
@@ -306,11 +310,11 @@ class SampledNumbers(PausableOperatorMode):
         mixes = "randperm" in str(func) or writes_unreturned(func)
         mixes |= len(outputs) != 1 and func is not torch.ops.aten.native_dropout.default
         if self._used == len(self._whole):
-            drawn = tensor.detach().clone() if mixes else self._drawn_whole(call)
-            self._whole.append(drawn)
-        whole = self._whole[self._used]
+            self._whole.append(call.drawn() if mixes else self._drawn_whole(call))
+        drawn = self._whole[self._used]
         self._used += 1
-        numbers = _of_samples(whole, tensor.shape, self._first, self._end, self._samples)
+        call.set_states(drawn.states)  # Those of a draw for the whole batch, as of later draws.
+        numbers = _of_samples(drawn.numbers, tensor.shape, self._first, self._end, self._samples)
         if numbers is None or mixes:
             self.problem = f"{_name(func)} draws numbers that belong to no single sample"
             return output
@@ -321,12 +325,12 @@ class SampledNumbers(PausableOperatorMode):
             torch.mul(call.args[0], output[1] * scale, out=output[0])
         return output
 
-    def _drawn_whole(self, call: _Call) -> Tensor:
+    def _drawn_whole(self, call: _Call) -> _Drawn:
         """Draw again for all samples of the batch, as the run on the whole batch would."""
         tensor, size = call.numbers, self._end - self._first
         dim = next((d for d, n in enumerate(tensor.shape) if n and n % size == 0), None)
         if dim is None:
-            return tensor.detach().clone()
+            return call.drawn()
         shape = list(tensor.shape)
         shape[dim] = shape[dim] // size * self._samples
         rows = slice(self._first * tensor.shape[dim] // size, self._end * tensor.shape[dim] // size)
@@ -341,10 +345,10 @@ class SampledNumbers(PausableOperatorMode):
                 return type(value)(shape)
             return value
 
-        call.restore()
+        call.set_states(call.before)
         args = [widened(value) for value in call.args]
         wide = _Call(call.func, args, {key: widened(v) for key, v in call.kwargs.items()})
-        return wide.numbers.detach().clone()
+        return wide.drawn()
 
 
 class ComparedNumbers(SampledNumbers):
@@ -375,6 +379,13 @@ def _real(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
 
+class _Drawn(NamedTuple):
+    """The numbers of a call, and the states of the generators after it."""
+
+    numbers: Tensor
+    states: Sequence[Tensor]
+
+
 class _Call:
     """A call of an operator that may draw.
 
@@ -382,15 +393,17 @@ class _Call:
         own: the user's own generators among its arguments, with their states before the call.
         output: its output.
         has_drawn: whether it has drawn; a fused function without dropout does not.
+        before: the states of the generators before it.
     """
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         generators = [v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Generator)]
         self.own = {generator: generator.get_state() for generator in generators}
-        self._before = self._states()
+        self.before = self._states()
         self.output = func(*args, **kwargs)
-        self.has_drawn = not all(map(torch.equal, self._before, self._states()))
+        self._after = self._states()
+        self.has_drawn = not all(map(torch.equal, self.before, self._after))
 
     @property
     def numbers(self) -> Tensor:
@@ -400,13 +413,17 @@ class _Call:
             return mask
         return next(tensor for tensor in tensors_in(self.output) if tensor.numel())
 
-    def restore(self) -> None:
-        """Restore the states of generators before the call."""
-        torch.set_rng_state(self._before[0])
-        for generator, state in self.own.items():
+    def drawn(self) -> _Drawn:
+        """Return its numbers, and the states of the generators after it."""
+        return _Drawn(self.numbers.detach().clone(), self._after)
+
+    def set_states(self, states: Sequence[Tensor]) -> None:
+        """Set the states of the generators: torch's, the user's own ones, and the GPU's."""
+        torch.set_rng_state(states[0])
+        for generator, state in zip(self.own, states[1:], strict=False):
             generator.set_state(state)
-        if len(self._before) > 1 + len(self.own):
-            torch.cuda.set_rng_state(self._before[-1])
+        if len(states) > 1 + len(self.own):
+            torch.cuda.set_rng_state(states[-1])
 
     def _states(self) -> list[Tensor]:
         states = [torch.get_rng_state(), *(generator.get_state() for generator in self.own)]

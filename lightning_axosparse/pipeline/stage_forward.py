@@ -151,12 +151,14 @@ class PipelinedLayers:
             run: the run.
             modes: modes that observe the step, but not the layers.
         """
-        part = self.part(run.stage)
+        part, run.progress.stage = self.part(run.stage), run.stage
         # The end of the step changes the module's own buffers.
-        values = DerivedValues(run, part, self._buffers if run.sends else {}, self.names)
+        values = DerivedValues(run, part, self._buffers if run.sent is not None else {}, self.names)
         side_outputs = SideOutputs(run, self._watched, values)
         modes = [*modes, values] if values.follows else modes
         modes = modes if run.draws is None else [run.draws, *modes]
+        if run.front is not None and run.front.replaces:
+            modes = [*modes, run.front]
         earlier = self.layers[: part.start]
         inner = InnerBackward(self._module.parameters, run.received_tensors, earlier)
         contexts = ExitStack()
@@ -164,7 +166,10 @@ class PipelinedLayers:
         try:
             with contexts:
                 for mode in modes:
-                    contexts.enter_context(mode)
+                    if mode is not run.front:
+                        contexts.enter_context(mode)
+                if run.front is not None:
+                    contexts.enter_context(run.front)
                 yield
         finally:
             inner.end()
@@ -202,6 +207,8 @@ class PipelinedLayers:
             if index != run.next_layer or run.received.content.is_empty:
                 self._refuse_call(run, index)
             run.next_layer += 1
+            if index == 0 and run.at_first_layer is not None:
+                args, kwargs = _first_inputs(current, args, kwargs)
             if index < part.start:
                 output = _replacement(current, index, args, kwargs)
                 if run.next_layer == len(self.layers):
@@ -213,12 +220,14 @@ class PipelinedLayers:
                 if index == part.stop:
                     raise StageEdge(_activation(current))
                 if index == part.start:
-                    args, kwargs = self._begin(current, args, kwargs)
+                    self._begin(current)
+                if run.front is not None and run.front.replaces:
+                    args, kwargs = run.front.replace((args, kwargs))
                 output = self._run(current, index, compute, args, kwargs)
                 if run.next_layer == len(self.layers):
                     if run.ends_behind_layers:
                         raise StageEdge(_activation(current))
-                    if current.run.sends:
+                    if current.run.sent is not None:
                         run.sent_here = _activation(current)
                 return output
 
@@ -233,18 +242,13 @@ class PipelinedLayers:
         return current.inner.run(own, *args, **kwargs)
 
     @never_compiled
-    def _begin(
-        self, current: _CurrentRun, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Prepare for the stage's own layers; return the arguments of the first one."""
-        if current.run.first_inputs is not None:
-            args, kwargs = current.run.first_inputs(args, kwargs)
-        if current.run.sends:
+    def _begin(self, current: _CurrentRun) -> None:
+        """Prepare for the stage's own layers."""
+        if current.run.sent is not None:
             current.side_outputs.watch(current.part)
         current.values.begin_stage()
         if current.run.seed_layers is not None:
             current.run.seed_layers()
-        return args, kwargs
 
     def _run(
         self,
@@ -255,9 +259,9 @@ class PipelinedLayers:
         kwargs: dict[str, Any],
     ) -> Any:
         """Compute a layer of the stage, and record its output and side outputs."""
-        if not current.run.sends and current.run.reads is None:
+        if not current.run.sent is not None and current.run.reads is None:
             return self._compute(current.run, index, compute, args, kwargs)
-        if current.run.sends:
+        if current.run.sent is not None:
             current.side_outputs.begin_layer(index)
         observed: AbstractContextManager[None] = nullcontext()
         if current.run.reads is not None:  # A probe, which records the values that layers read.
@@ -265,8 +269,9 @@ class PipelinedLayers:
             observed = current.values.computing_layer((args, kwargs), is_compiled)
         with observed:
             output = self._compute(current.run, index, compute, args, kwargs)
-        if current.run.sends:
-            _record_output(current, index, output)
+        if current.run.sent is not None:
+            current.side_outputs.end_layer(index)
+            current.values.end_layer(index, output)
         return output
 
     def _compute(
@@ -321,10 +326,13 @@ class PipelinedLayers:
 
 
 @never_compiled
-def _record_output(current: _CurrentRun, index: int, output: Any) -> None:
-    """Record the output and the side outputs of a layer of this stage."""
-    current.side_outputs.end_layer(index)
-    current.values.end_layer(index, output)
+def _first_inputs(
+    current: _CurrentRun, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the first layer."""
+    assert current.run.at_first_layer is not None
+    with paused(current.modes):
+        return current.run.at_first_layer(args, kwargs)
 
 
 @never_compiled
@@ -349,5 +357,5 @@ def _replacement(
             current.side_outputs.replay(index)
     is_received = index == current.part.start - 1
     output = received.output if is_received else with_descriptions(received.output)
-    with paused(current.modes):
+    with paused(current.modes) if current.modes else nullcontext():
         return current.values.replace_output(index, output)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     Gradients,
     Message,
     Rerun,
+    RunAgain,
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
@@ -38,7 +38,7 @@ class StageStep:
     Args:
         stage: the stage.
         batch: the batch.
-        front: the code before the layers, if it runs once for the batch and this is its stage.
+        front: the code before the layers, if it runs once for the batch in this process.
     """
 
     _failures: type[Exception] = UnsentValueError
@@ -60,16 +60,21 @@ class StageStep:
         """Run the user's step on a micro-batch, up to the next stage's first layer.
 
         Returns:
-            The activation to send. It is marked as failed if this stage, or one before it, reads a
-            value that was not sent, so that the batch has to run again.
+            The activation to send. It is marked as failed if the batch has to run again because
+            this stage, or one before it, reads a value that was not sent, for example.
         """
-        activation = Activation(has_failed=True)
-        if received is None or not received.content.has_failed:
+        content = (received or NOTHING).content
+        activation = Activation(failed=content.failed)
+        if content.failed is None:
             if received is not None:
-                self.batch.fingerprint.validate(received.content.fingerprint, self.stage)
-            with suppress(self._failures):
+                self.batch.fingerprint.validate(content.fingerprint, self.stage)
+            try:
                 run = self._new_run(microbatch, received or NOTHING)
                 activation = self._passed(run, microbatch)
+            except RunAgain as error:
+                activation = Activation(failed=error.why)
+            except self._failures:
+                activation = Activation(failed=Rerun.READS)
         if self._keeps:
             self.activations.append(activation)
         return activation
@@ -77,13 +82,15 @@ class StageStep:
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         """Create the run of the step on a micro-batch."""
         part = self.batch.microbatches[microbatch]
-        return StepRun(
+        run = StepRun(
             stage=self.stage,
             received=received,
             sent=self.batch.sent(self.stage),
             seed_layers=partial(self._seed_layers, microbatch),
-            first_inputs=None if self._front is None else self._front.of(part),
         )
+        if self._front is not None:
+            self._front.follow(run, part)
+        return run
 
     def _seed_layers(self, microbatch: int) -> None:
         """Seed the stage's layers, which draw other numbers than the code around them."""

@@ -23,6 +23,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     Gradients,
     Message,
     Rerun,
+    RunAgain,
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
@@ -32,14 +33,6 @@ from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rng import NoticedDraws
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.torch_internals import never_compiled, paused
-
-
-class RunAgain(BaseException):
-    """Ends a run whose effects are dropped, as the batch has to run again."""
-
-    def __init__(self, why: Rerun) -> None:
-        super().__init__(why.value)
-        self.why = why
 
 
 class StepEnd:
@@ -61,8 +54,9 @@ class StepEnd:
         Raises:
             RunAgain: if the batch has to run again.
         """
-        if any(each.has_failed for each in activations):
-            raise RunAgain(Rerun.READS)
+        failed = next((each.failed for each in activations if each.failed is not None), None)
+        if failed is not None:
+            raise RunAgain(failed)
         batch = self._batch
         joined = self.join(activations)
         draws = None if batch.numbers else batch.rng.noticed_draws()

@@ -185,7 +185,7 @@ class PipelineStrategy(MPIStrategy):
                 advise_on_dropout(self._module)
             # Only in a fit: optimizers of an earlier one may belong to another module.
             optimizers = self.optimizers
-        advise_on_norms(self._module, self.config.microbatch_count, trains)
+        advise_on_norms(partition, self.config.microbatch_count, trains)
         self._log_start(partition, trainer)
         experts = None
         if self._groups.experts is not None:

@@ -114,13 +114,14 @@ def validate_steps(module: LightningModule, fn: TrainerFn | None) -> None:
             )
 
 
-def advise_on_norms(module: nn.Module, microbatches: int, trains: bool) -> None:
+def advise_on_norms(partition: Partition, microbatches: int, trains: bool) -> None:
     """Say which norms use the statistics of a micro-batch: in training, and in every step."""
     if microbatches == 1:
         return
     norms = [
         (name, part)
-        for name, part in module.named_modules()
+        for prefix, layer in zip(partition.names, partition.layers, strict=True)
+        for name, part in layer.named_modules(prefix=prefix)
         if isinstance(part, nn.modules.batchnorm._NormBase)
     ]
     without = [each for each in norms if isinstance(each[1], Norm) and each[1].running_mean is None]

@@ -409,6 +409,18 @@ class _Pausable:
 class PausableMode(_Pausable, TorchFunctionMode):
     """A mode that observes the torch functions of a step, except while it is paused."""
 
+    _has_left = False
+
+    def leave(self) -> None:
+        """Leave the mode before its context ends, unless code has entered another one inside it."""
+        if torch.overrides._get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+            self._has_left = True
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._has_left:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
 
 class PausableOperatorMode(_Pausable, TorchDispatchMode):
     """A mode that observes the operators that run, except while it is paused.
@@ -457,7 +469,7 @@ class paused:
             innermost = _get_current_function_mode(), _get_current_dispatch_mode()
             leaves = mode.may_leave and mode in innermost
             if leaves:
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+                mode.__exit__(None, None, None)
             self._left.append(leaves)
             mode._is_paused = True
             mode.pause()

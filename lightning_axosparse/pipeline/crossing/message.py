@@ -176,8 +176,8 @@ class Activation(NamedTuple):
         side_outputs: of all layers so far.
         fingerprint: of the batch.
         is_empty: whether the step has ended on the stage, without calling a layer.
-        has_failed: whether the step has raised an error there, in a probe or a comparison, or has
-            read a value that was not sent.
+        failed: why the batch has to run again, if it has; in a probe or a comparison, the step may
+            have raised an error.
     """
 
     output: Any = None
@@ -187,7 +187,7 @@ class Activation(NamedTuple):
     side_outputs: tuple[SideOutput, ...] = ()
     fingerprint: int = 0
     is_empty: bool = False
-    has_failed: bool = False
+    failed: Rerun | None = None
 
 
 class Rerun(Enum):
@@ -196,6 +196,16 @@ class Rerun(Enum):
     DRAWS = "the step draws random numbers outside the layers"
     READS = "the step reads a value that was not sent"
     HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
+    MIXES = "the code before the layers mixes samples"
+    SAMPLES = "it is not known which rows of a tensor, or which numbers, belong to which sample"
+
+
+class RunAgain(BaseException):
+    """Ends a run whose effects are dropped, as the batch has to run again."""
+
+    def __init__(self, why: Rerun) -> None:
+        super().__init__(why.value)
+        self.why = why
 
 
 class Gradients(NamedTuple):

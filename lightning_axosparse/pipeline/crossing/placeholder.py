@@ -250,7 +250,7 @@ class Unsendable:
 class StepProgress:
     """The progress of a stage in the step of a micro-batch, to which its placeholders refer."""
 
-    stage: int
+    stage: int = -1
     is_before_stage: bool = True
     """Whether the step has yet to call the stage's first layer."""
     placeholders: list[Placeholder] = field(default_factory=list)

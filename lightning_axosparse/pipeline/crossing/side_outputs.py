@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -113,26 +114,29 @@ class WatchedLayer:
                     yield module, values, name
 
 
+@dataclass
 class SideOutputs:
     """The side outputs of one micro-batch on one stage.
 
-    Args:
+    Attributes:
         run: the run of the step; in a probe, its ``reads`` records the side outputs of the stage's
             layers, and those of earlier layers that hooks store.
         layers: all layers.
         values: the values between layers, of which received side outputs are some.
     """
 
-    def __init__(self, run: StepRun, layers: Sequence[WatchedLayer], values: DerivedValues) -> None:
-        self._run, self._layers, self._values = run, layers, values
-        self._received: Sequence[SideOutput] = run.received.content.side_outputs
-        self._own_outputs: list[SideOutput] = []
-        self._layer = -1
-        self._before: Mapping[tuple[nn.Module, str], _AttributeState] = {}
-        """The attributes of the running layer before its forward pass."""
-        self._hooks: list[tuple[dict[int, Any], int, Any]] = []
-        self._appended: list[tuple[list[Any], int]] = []
-        """Lists to which layers have appended, and their lengths before that."""
+    run: StepRun
+    layers: Sequence[WatchedLayer]
+    values: DerivedValues
+    _own_outputs: list[SideOutput] = field(init=False, default_factory=list)
+    _layer: int = field(init=False, default=-1)
+    _before: Mapping[tuple[nn.Module, str], _AttributeState] = field(
+        init=False, default_factory=dict
+    )
+    """The attributes of the running layer before its forward pass."""
+    _hooks: list[tuple[dict[int, Any], int, Any]] = field(init=False, default_factory=list)
+    _appended: list[tuple[list[Any], int]] = field(init=False, default_factory=list)
+    """Lists to which layers have appended, and their lengths before that."""
 
     def watch(self, own: range) -> None:
         """Watch the hooks and attributes of the stage's layers from now on."""
@@ -145,7 +149,7 @@ class SideOutputs:
                 stacklevel=2,
             )
         for index in own:
-            layer = self._layers[index]
+            layer = self.layers[index]
             for module, path in layer.paths.items():
                 if not (path and (module._forward_hooks or module._forward_pre_hooks)):
                     continue
@@ -164,11 +168,12 @@ class SideOutputs:
     def begin_layer(self, index: int) -> None:
         """Prepare to compute a layer of the stage."""
         self._layer = index
-        self._before = self._layers[index].attributes()
+        self._before = self.layers[index].attributes()
 
+    @never_compiled
     def end_layer(self, index: int) -> None:
         """Record the attributes that a layer of the stage has set."""
-        layer = self._layers[index]
+        layer = self.layers[index]
         for (module, name), now in layer.attributes().items():
             before = self._before.get((module, name))
             place = SidePlace(index, layer.paths[module], name)
@@ -185,21 +190,22 @@ class SideOutputs:
 
     def to_send(self) -> tuple[SideOutput, ...]:
         """Return the side outputs for the next stage, after the stage's last layer."""
-        received = [side for each in self._received if (side := self._sendable(each)) is not None]
-        return (*received, *self._own_outputs)
+        received = [self._sendable(each) for each in self.run.received.content.side_outputs]
+        return (*(side for side in received if side is not None), *self._own_outputs)
 
     def end(self) -> None:
         """Stop watching; undo appends to lists, except on the last stage, which reads them."""
         for hooks, key, hook in self._hooks:
             if key in hooks:
                 hooks[key] = hook
-        for items, length in reversed(self._appended if self._run.sends else []):
+        for items, length in reversed(self._appended if self.run.sent is not None else []):
             del items[length:]
 
     def replay(self, index: int) -> None:
         """Call the hooks and set the attributes of a layer of an earlier stage again."""
-        layer = self._layers[index]
-        sides = [side for side in self._received if side.place.layer == index]
+        layer = self.layers[index]
+        received: Sequence[SideOutput] = self.run.received.content.side_outputs
+        sides = [side for side in received if side.place.layer == index]
         lengths: dict[int, int] = {}
         for side in sides:
             if side.is_appended:
@@ -218,8 +224,8 @@ class SideOutputs:
         if call.place.position < len(hooks):
             source = f"an argument of a hook of {path!r}"
             hooks[call.place.position](module, *self._received_value(call, source))
-        if self._run.reads is not None and self._values.keep_arguments(call.place):
-            self._run.reads.read.add(call.place)
+        if self.run.reads is not None and self.values.keep_arguments(call.place):
+            self.run.reads.read.add(call.place)
 
     def _replay_attribute(
         self, module: nn.Module, side: SideOutput, path: str, lengths: Mapping[int, int]
@@ -241,8 +247,8 @@ class SideOutputs:
 
         def alias_or_placeholder(leaf: int, value: Any) -> Tensor:
             if isinstance(value, Tensor):
-                return self._values.alias(value, side.place._replace(leaf=leaf))
-            return Placeholder.of(value, self._run.progress, source)
+                return self.values.alias(value, side.place._replace(leaf=leaf))
+            return Placeholder.of(value, self.run.progress, source)
 
         return with_tensors(side.value, alias_or_placeholder)
 
@@ -259,7 +265,7 @@ class SideOutputs:
         self, hook: Callable[..., Any], registry: str, position: int
     ) -> Callable[..., Any]:
         def watched(module: nn.Module, *args: Any) -> Any:
-            path = self._layers[self._layer].paths[module]
+            path = self.layers[self._layer].paths[module]
             self._record(SideOutput(SidePlace(self._layer, path, registry, position), args))
             return hook(module, *args)
 
@@ -268,19 +274,19 @@ class SideOutputs:
 
     def _record(self, side: SideOutput) -> None:
         """Record a side output of a layer of the stage."""
-        if self._run.reads is not None:
+        if self.run.reads is not None:
             leaves = range(-1, len(values_in(side.value)))
-            self._run.reads.side_outputs |= {side.place._replace(leaf=leaf) for leaf in leaves}
+            self.run.reads.side_outputs |= {side.place._replace(leaf=leaf) for leaf in leaves}
         if (sent := self._sendable(side)) is not None:
             self._own_outputs.append(sent)
 
     def _sendable(self, side: SideOutput) -> SideOutput | None:
         """Return a side output as it is sent; None if it is not."""
-        sent, place = self._run.sent, side.place
+        sent, place = self.run.sent, side.place
         assert sent is not None
         if place.of_hook and not sent.sends_side_output(place):
             return None
-        owner = self._layers[place.layer].name + (f".{place.module}" if place.of_hook else "")
+        owner = self.layers[place.layer].name + (f".{place.module}" if place.of_hook else "")
 
         def is_sent(leaf: int) -> bool:
             return sent.sends_side_output(place._replace(leaf=leaf))

@@ -63,6 +63,7 @@ from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
+    never_compiled,
     plain_torch_functions,
     tensors_in,
     version_of,
@@ -129,7 +130,7 @@ class DerivedValues(PausableMode):
         self._progress, self._reads, self._last = run.progress, run.reads, part.stop - 1
         self._received, self._forms = dict(received.values), dict(received.forms)
         self._buffers, self._names = buffers, names
-        self._sends = run.sends
+        self._sends = sent is not None
         self._sent_values: Any = () if sent is None else sent.values
         self._follows_stage = sent is not None and (
             # Without versions, only functions show that the step changes a value.
@@ -156,6 +157,7 @@ class DerivedValues(PausableMode):
         if not self._follows_stage and self._reads is None:
             self._tracked.clear()
 
+    @never_compiled
     def end_layer(self, index: int, output: Any) -> None:
         """Record the output of a layer that this stage has computed."""
         self._layer, self._results = index, 0

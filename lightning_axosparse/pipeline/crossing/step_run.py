@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse.pipeline.backward.recompute import Segment
+from lightning_axosparse.pipeline.crossing.front_values import FrontValues
 from lightning_axosparse.pipeline.crossing.message import (
     NOTHING,
     Activation,
@@ -23,8 +24,8 @@ from lightning_axosparse.pipeline.rng import NoticedDraws
 from lightning_axosparse.support.torch_internals import plain_torch_functions
 from lightning_axosparse.support.troubleshooting import see
 
-FirstInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
-"""Replaces the arguments of the first layer."""
+AtFirstLayer = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+"""Is called with the arguments of the first layer, and returns those to use."""
 
 
 @dataclass(kw_only=True)
@@ -40,13 +41,12 @@ class StepRun:
         seed_layers: seeds the layers; None if they draw as on one process.
         ends_behind_layers: whether the return of the last layer ends the step.
         reads: records the values of other stages that the stage reads; None if they are known.
-        first_inputs: replaces the arguments of the first layer, on the first stage; None to leave
-            them as they are.
+        at_first_layer: called with the arguments of the first layer; returns those to use.
+        front: follows the values that code before the first layer computes.
         behind_layers: called at the return of the last layer, in a run of the end of the step;
             returns a context for the rest of the run.
         draws: notices draws outside the layers; None if they are followed, or if another run
             notices them.
-        sends: whether a later stage continues the step, and may need values of this one.
         progress: the run's place in the step, to which its placeholders refer.
         next_layer: index of the layer that the step is to call next.
         segment: the current segment of layers, with activation checkpointing.
@@ -59,18 +59,15 @@ class StepRun:
     seed_layers: Callable[[], object] | None = None
     ends_behind_layers: bool = True
     reads: StageReads | None = None
-    first_inputs: FirstInputs | None = None
+    at_first_layer: AtFirstLayer | None = None
+    front: FrontValues | None = None
     behind_layers: Callable[[], AbstractContextManager[object]] | None = None
     draws: NoticedDraws | None = None
 
-    sends: bool = field(init=False)
-    progress: StepProgress = field(init=False)
+    progress: StepProgress = field(init=False, default_factory=StepProgress)
     next_layer: int = field(init=False, default=0)
     segment: Segment | None = field(init=False, default=None)
     sent_here: Activation | None = field(init=False, default=None)
-
-    def __post_init__(self) -> None:
-        self.progress, self.sends = StepProgress(self.stage), self.sent is not None
 
     def received_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of earlier stages: those received, and placeholders."""
@@ -84,7 +81,7 @@ class StepRun:
             used = [each for each in placeholders if each.grad is not None]
         placeholders.clear()
         if used:
-            user = f"Stage {self.stage}" if self.sends else "The end of the step"
+            user = f"Stage {self.stage}" if self.sent is not None else "The end of the step"
             raise MisconfigurationException(
                 f"{user} uses {used[0].source} in a way that could not be followed: "
                 "the step gives it to a torch.autograd.Function or to compiled code. Do that "

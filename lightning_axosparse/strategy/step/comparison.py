@@ -23,12 +23,19 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
-from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
+from lightning_axosparse.pipeline.crossing.message import (
+    Activation,
+    Message,
+    Rerun,
+    RunAgain,
+    detached_message,
+)
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import (
     SampleLayout,
     SampleLayouts,
+    difference,
     layer_of,
     learn,
     sent_tensors,
@@ -58,6 +65,7 @@ class ComparisonResult(NamedTuple):
             relative difference; None if none differs.
         layouts: the layouts of samples in the outputs of the last stage.
         draws: whether the step draws random numbers outside the layers.
+        mixes: whether the code before the layers mixes samples, which was not known.
         reads_more: whether nothing else failed than that stages read values that were not sent.
         loss: why the loss of the batch does not follow from micro-batches; empty if it does.
         counted: attributes of layers that all micro-batches change to the same, with their stages.
@@ -67,8 +75,9 @@ class ComparisonResult(NamedTuple):
 
     problem: str = ""
     layers: tuple[int, str, float] | None = None
-    layouts: Mapping[Hashable, SampleLayout] = {}
+    layouts: Mapping[Hashable, Sequence[SampleLayout]] = {}
     draws: bool = False
+    mixes: bool = False
     reads_more: bool = False
     loss: str = ""
     counted: Sequence[tuple[AttributePath, int]] = ()
@@ -89,7 +98,7 @@ class _ComparedStep(StageStep):
             return super().forward(microbatch, received)
         except Exception as error:
             self.batch.failures.append(f"{type(error).__name__}: {error}")
-            self.activations.append(Activation(has_failed=True))
+            self.activations.append(Activation(failed=Rerun.READS))
             return self.activations[-1]
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
@@ -198,13 +207,14 @@ class Comparison:
         """Compare the activations of the stages of this rank."""
         stage_module, sizes = self._stage_module, self._step.sizes
         layers: tuple[int, str, float] | None = None
-        layouts: Mapping[Hashable, SampleLayout] = {}
+        layouts: Mapping[Hashable, Sequence[SampleLayout]] = {}
         for stage in stage_module.stages:
-            if any(each.has_failed for each in (*whole[stage], *parts[stage])):
-                failures = self._step.failures
+            failed = {each.failed for each in (*whole[stage], *parts[stage])} - {None}
+            if failed:
+                failures, mixes = self._step.failures, Rerun.MIXES in failed
                 text = "a run raised " + ", ".join(failures or ["an error"])
-                return ComparisonResult(text, reads_more=not failures)
-            known, differences = learn(whole[stage][0], parts[stage], sizes, self._difference)
+                return ComparisonResult(text, reads_more=not (failures or mixes), mixes=mixes)
+            known, differences = learn(whole[stage][0], parts[stage], sizes, self._tolerance)
             worst = [(key, by) for key, by in differences if not by <= self._tolerance]
             if worst and layers is None:
                 key, by = worst[0]
@@ -224,16 +234,6 @@ class Comparison:
     def _draws(self) -> bool:
         return any(numbers.draws_outside for numbers in self._numbers.values())
 
-    def _difference(self, one: Tensor, other: Tensor) -> float:
-        """Return the largest difference of two tensors, relative to the largest entry."""
-        if not (one.is_floating_point() or one.is_complex()):
-            return float((one != other).double().mean()) if one.numel() else 0.0
-        one, other = one.to(torch.promote_types(one.dtype, torch.float32)), other.to(one.dtype)
-        if not bool(other.isfinite().all()):
-            return float(not torch.equal(one.nan_to_num(), other.nan_to_num()))
-        scale = float(other.abs().max()) if other.numel() else 0.0
-        return float((one - other).abs().max()) / scale if scale else float(one.any())
-
     def _with_loss(
         self, result: ComparisonResult, activations: Sequence[Activation], reduction: Reduction
     ) -> ComparisonResult:
@@ -244,6 +244,8 @@ class Comparison:
         try:
             with torch.enable_grad():
                 return result._replace(loss=self._loss_problem(step, activations, weights))
+        except RunAgain:  # Another batch may tell.
+            return result
         except Exception as error:
             text = f"its end, run on a micro-batch, raises {type(error).__name__}: {error}"
             return result._replace(loss=text, reads_more=isinstance(error, UnsentValueError))
@@ -276,7 +278,7 @@ class Comparison:
         combined, of_parts = weights.combined(losses), zip(*gradients, strict=True)
         worst = max(map(_apart, expected, of_parts), default=0.0)
         # Gradients are differences themselves.
-        if max(self._difference(combined, loss.detach()), worst / 10) <= self._tolerance:
+        if max(difference(combined, loss.detach()), worst / 10) <= self._tolerance:
             return ""
         return (
             f"micro-batches give {float(combined):.6g}, the batch {float(loss):.6g}, or gradients "
@@ -416,6 +418,7 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
         layers,
         {key: layout for each in results for key, layout in each.layouts.items()},
         any(each.draws for each in results),
+        any(each.mixes for each in results),
         bool(failed) and all(each.reads_more for each in failed),
         next((each.loss for each in results if each.loss), ""),
         [attribute for each in results for attribute in each.counted],

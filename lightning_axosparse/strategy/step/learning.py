@@ -28,6 +28,8 @@ from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonR
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
 from lightning_axosparse.support.troubleshooting import see
 
+_MANY_UNDIVIDED = 3
+
 _LEAST_BETWEEN = 8
 """Least number of batches between comparisons at the beginning of epochs, which may be short."""
 
@@ -39,18 +41,22 @@ class LoaderSteps:
     Attributes:
         reads: the values of other stages that each stage has read in a probe.
         crossing: the values that each stage sends; None if unknown: all values.
-        layouts: the layouts of samples in layer outputs.
+        layouts: the layouts of samples in inputs and outputs of the layers.
+        mixes: whether the code before the layers mixes samples.
         draws: whether the step draws random numbers outside the layers.
         has_other_effects: whether the step does more than to return a loss and to log it.
         batches: number of batches so far.
+        undivided: number of those that had to run as one micro-batch.
     """
 
     reads: dict[int, StageReads] = field(default_factory=dict)
     crossing: Crossing | None = None
     layouts: SampleLayouts = field(default_factory=SampleLayouts)
+    mixes: bool = False
     draws: bool = False
     has_other_effects: bool = False
     batches: int = 0
+    undivided: int = 0
     _compared: int = 0
 
     def begin_batch(self, begins_epoch: bool) -> bool:
@@ -112,9 +118,12 @@ class StepLearner:
         """Prepare for a batch to run again, after its effects were dropped."""
         run.effects.begin_batch()
         known.draws |= rerun is Rerun.DRAWS
+        known.mixes |= rerun is Rerun.MIXES
         known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
         if rerun is Rerun.READS:
             known.crossing = None
+        if rerun is Rerun.SAMPLES:
+            self._count_undivided(known)
         if rerun is Rerun.HAS_OTHER_EFFECTS and not run.pipeline.is_divided:
             self.warn(
                 f"training_step does more than to return a loss and to log it, so AxoSparseStrategy"
@@ -127,6 +136,9 @@ class StepLearner:
     ) -> None:
         """Compare a batch with its micro-batches, and its loss, if that is declared."""
         result = self._compared(run, known, step, declared)
+        if result.mixes and not known.mixes:
+            known.mixes = True
+            result = self._compared(run, known, step, declared)
         if result.reads_more and run.pipeline.is_divided:
             self._probe(run, known, step)
             result = self._compared(run, known, step, declared)
@@ -134,7 +146,9 @@ class StepLearner:
             raise self._layers_differ(result, step)
         if result.loss:
             raise self._loss_differs(result, step)
-        known.layouts.known.update(result.layouts)
+        for key, layouts in result.layouts.items():
+            known.layouts.narrow(key, layouts)
+        known.layouts = replace(known.layouts, one_view=bool(result.problem))
         known.draws |= result.draws
         run.layer_state.learn(result.counted, result.rewritten)
         for text in result.warnings:
@@ -147,7 +161,9 @@ class StepLearner:
     def _compared(
         self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None
     ) -> ComparisonResult:
-        step = replace(step, crossing=known.crossing, failures=[])
+        layouts = replace(known.layouts, compares=True)
+        seen = replace(step, crossing=known.crossing, layouts=layouts, mixes=known.mixes)
+        step = replace(seen, failures=[])
         result = Comparison(run, step, self._tolerance).compare(self._free, declared)
         run.effects.begin_batch()
         return result
@@ -157,6 +173,16 @@ class StepLearner:
         """Find out which values of other stages the step reads."""
         with run.layers_rewound(run.stage_module.stages):
             known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
+
+    def _count_undivided(self, known: LoaderSteps) -> None:
+        """Count a batch that runs as one micro-batch, and warn if there are many."""
+        known.undivided += 1
+        if known.undivided == _MANY_UNDIVIDED:
+            self.warn(
+                f"{_MANY_UNDIVIDED} of {known.batches} batches had to run as one micro-batch, on "
+                f"one stage after the other, since {Rerun.SAMPLES.value}. Results are exact, but "
+                "stages wait for each other." + see("losses")
+            )
 
     def _where(self, step: Batch) -> str:
         loop, epoch, index = position(self._trainer)

@@ -22,13 +22,13 @@ from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint, checksum
 from lightning_axosparse.pipeline.by_parts import PartedStageStep, not_by_parts
 from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
-from lightning_axosparse.pipeline.crossing.message import Rerun
+from lightning_axosparse.pipeline.crossing.message import Rerun, RunAgain
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES, MessageDriven
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep
-from lightning_axosparse.pipeline.step_end import RunAgain, StepEnd
+from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
     gradients_are_seen,
@@ -247,6 +247,8 @@ class StepRunner:
                 result = pass_through(known, step)
                 while result.rerun is not None:
                     self._learner.run_again(run, known, result.rerun)
+                    if result.rerun is Rerun.SAMPLES:
+                        step = replace(step, microbatches=[step.whole])
                     result = pass_through(known, step)
                 return self._applied(result)
 
@@ -390,6 +392,7 @@ class StepRunner:
             step,
             crossing=known.crossing,
             layouts=known.layouts,
+            mixes=known.mixes,
             numbers=numbers,
             of_pass=self._open.layer_state.of_pass,
         )

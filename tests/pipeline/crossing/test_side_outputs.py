@@ -14,11 +14,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, encode
+from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, RunAgain, encode
 from lightning_axosparse.pipeline.crossing.side_outputs import WatchedLayer
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.pipeline import Pipeline
-from lightning_axosparse.pipeline.step_end import RunAgain
 from lightning_axosparse.support.object_trees import object_leaves
 from tests.pipeline.test_pipeline import evaluate, learned, pipeline, run, train, training
 

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.pipeline.crossing import message
-from lightning_axosparse.pipeline.crossing.message import Activation, Rerun
+from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, RunAgain
 from lightning_axosparse.pipeline.joining import sent_tensors
-from lightning_axosparse.pipeline.step_end import RunAgain
 from tests.pipeline.test_pipeline import (
     Known,
     by_parts,
@@ -414,8 +413,8 @@ def test_following_a_chain_takes_no_function_mode() -> None:
     with torch.no_grad():
         evaluate(pipe, step, batch, 1, known)
     dealt.uninstall()
-    # Begun by what is before the layers, three stages and the end of the step, which ends it.
-    assert modes == [None] * 6
+    # Begun by three stages and by the end of the step, which ends it.
+    assert modes == [None] * 5
 
 
 def test_activation_checkpointing_by_the_user_sends_the_activation_alone(

@@ -1,0 +1,117 @@
+"""Follows the values that code before the first layer computes, such as residuals and conditions.
+
+The code before the layers runs once on the whole batch, but each stage also runs it on every
+micro-batch, to reach its layers. Both runs number the results of torch functions; as they run the
+same code, they give the same numbers. So what a micro-batch has computed can be compared with its
+rows of what the batch has, and be replaced by them where later code reads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_axosparse.pipeline.crossing.message import Place
+from lightning_axosparse.support.object_trees import object_map
+from lightning_axosparse.support.torch_internals import (
+    PausableMode,
+    never_compiled,
+    plain_torch_functions,
+    tensors_in,
+    tree_map_only,
+)
+
+Rows = Callable[[Place, Tensor], Tensor]
+"""Returns what replaces a result of a micro-batch: its rows of that of the batch."""
+
+
+class FrontValues(PausableMode):
+    """The results of torch functions before the first layer, in one run of the step.
+
+    Args:
+        replaces: whether they are replaced where later code reads them; else the mode is left
+            at the first layer.
+    """
+
+    def __init__(self, replaces: bool = False) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self._results, self._changed, self._is_front = 0, 0, True
+        self._places: dict[int, tuple[weakref.ref[Tensor], Place]] = {}
+        self._rows: Rows | None = None
+        self._replaced: dict[int, tuple[Tensor, Tensor]] = {}
+        """The replacement of each result that was read, with the result, by its ``id``."""
+
+    def alive(self) -> dict[Place, Tensor]:
+        """Return the results that later code may still read, by their places."""
+        results = ((place, reference()) for reference, place in self._places.values())
+        return {place: result for place, result in results if result is not None}
+
+    def end_front(self, rows: Rows) -> None:
+        """End the code before the first layer.
+
+        Args:
+            rows: returns the replacements of results.
+        """
+        self._is_front, self._rows = False, rows
+        if not self.replaces:
+            self.leave()
+
+    @never_compiled
+    def replace(self, tree: Any) -> Any:
+        """Replace the results in any object, such as the arguments of a layer."""
+        return object_map(Tensor, self._replacement, tree)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if self._is_front:
+            result = func(*args, **kwargs)
+            if results := tensors_in(result):
+                self._record(results, tensors_in((args, kwargs)))
+            return result
+        if self.replaces:
+            args, kwargs = tree_map_only(Tensor, self._replacement, (args, dict(kwargs)))
+        return func(*args, **kwargs)
+
+    def _record(self, results: list[Tensor], arguments: list[Tensor]) -> None:
+        """Number new results, and arguments that were changed in place.
+
+        The latter have numbers of their own, as a norm counts its batches in training alone.
+        """
+        given = set(map(id, arguments))
+        new = [tensor for tensor in results if id(tensor) not in given]
+        if new:
+            self._results, self._changed = self._results + 1, 0
+        for leaf, tensor in enumerate(new):
+            self._places[id(tensor)] = weakref.ref(tensor), Place(-1, self._results, leaf)
+        for tensor in results:
+            if id(tensor) in given and self._place_of(tensor) is None:
+                self._changed += 1
+                place = Place(-1, self._results, -self._changed)
+                self._places[id(tensor)] = weakref.ref(tensor), place
+
+    def _place_of(self, tensor: Tensor) -> Place | None:
+        reference, place = self._places.get(id(tensor), (None, None))
+        return place if reference is not None and reference() is tensor else None
+
+    def _replacement(self, tensor: Tensor) -> Tensor:
+        key = id(tensor)
+        if key not in self._replaced:
+            if (place := self._place_of(tensor)) is None:
+                return tensor
+            assert self._rows is not None
+            with plain_torch_functions():
+                self._replaced[key] = tensor, self._rows(place, tensor)
+        return self._replaced[key][1]

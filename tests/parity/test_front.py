@@ -1,0 +1,190 @@
+"""Code before the layers mixes samples, makes views of them, or draws numbers.
+
+All rows run in one job of two ranks, and once more in one process, in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.ranks import run_ranks
+
+BATCHES, SAMPLES, WIDTH = 6, 8, 6
+F = nn.functional
+
+
+class Network(L.LightningModule):
+    """Residual layers behind an embedding; the losses are those of triples and of means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def residual(self, x: Tensor, *added: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x + sum(added)).tanh()
+        return x
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch[0], batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class LateMixup(Network):
+    """Not in the batches 1, 2 and 4, which are compared."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        if index in (2, 4, 5):
+            x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+        return self.residual(x).square().mean()
+
+
+class Norm(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.residual(self.norm(self.embedding(x))).square().mean()
+
+
+class NormOfRows(Norm):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        rows = self.norm(self.embedding(torch.stack([x, x + 1], 1).flatten(0, 1)))
+        return self.residual(rows).view(len(x), 2, -1).std(1).mean()
+
+
+class Condition(Network):
+    """Each layer, also of the second stage, reads a condition that depends on the batch."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        condition = self.embedding(x.flip(1))
+        return self.residual(x, condition - condition.mean(0), x.mean(0)).square().mean()
+
+
+class Flipped(Network):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        one, other = self.residual(self.embedding(torch.cat([x, x.flip(0)]))).chunk(2)
+        return F.cosine_embedding_loss(one, other, torch.ones(len(x)))
+
+
+class FullMask(Network):
+    """A mask, read behind the layers, which is all true in the batches that are compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Masked() for _ in range(4))
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = torch.cat([x, x + 1])
+        mask = x > (-0.2 if index in (2, 4) else -10.0)
+        for layer in self.layers:
+            x, mask = layer(x, mask)
+        one, other = (x * mask).chunk(2)
+        return (one * other.roll(1, 0)).mean()
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x).tanh(), mask
+
+
+class Trimmed(Network):
+    """Trims to the longest sample of the batch; each layer reads the mask."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        longest = int((x > 0.5).sum(1).max())
+        rows = x[:, :longest, None].expand(-1, -1, WIDTH)
+        mask = (x[:, :longest, None] > 0).double()
+        return (self.residual(self.embedding(rows), mask) * mask).mean()
+
+
+class ZeroScores(Network):
+    """The scores of all samples are equal at first, but their gradients are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers, nn.Linear(WIDTH, 1))
+        nn.init.zeros_(self.layers[-1].weight)
+        nn.init.zeros_(self.layers[-1].bias)
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        better, worse = self.layers(torch.cat([x, x.roll(1, 1)])).chunk(2)
+        return -F.logsigmoid(better - worse).mean()
+
+
+class NumbersOfNumPy(Network):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        kept = torch.from_numpy(np.random.rand(len(x)) > 0.4)
+        return self.residual(self.embedding(x), kept.double()[:, None]).square().mean()
+
+
+class NoiseBetween(Network):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x + 0.1 * torch.randn_like(x))
+        for layer in self.layers:
+            x = x + (torch.rand(len(x), 1) > 0.3) * layer(x)
+        return x.square().mean()
+
+
+ROWS: dict[str, type[Network]] = {
+    each.__name__: each
+    for each in (
+        *(LateMixup, Norm, NormOfRows, Condition, Flipped, FullMask, Trimmed, ZeroScores),
+        *(NumbersOfNumPy, NoiseBetween),
+    )
+}
+
+
+def train(row: str, strategy: Any, ranks: int = 1) -> Record:
+    L.seed_everything(0, verbose=False)
+    x = torch.randn(BATCHES * SAMPLES, WIDTH, dtype=torch.float64)
+    module = ROWS[row]()
+    run = trainer(strategy, ranks, precision="64-true", max_epochs=2)
+    run.fit(module, DataLoader(TensorDataset(x), SAMPLES))
+    return recorded(run, module)
+
+
+def train_rows(**options: Any) -> dict[str, Record]:
+    """Eight samples, in three micro-batches of two and three samples."""
+    ranks = 1 if options else 2
+    strategy = {"pipeline": "layers", "microbatches": 3, **options}
+    return {row: train(row, AxoSparseStrategy(2, **strategy), ranks) for row in ROWS}
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> list[dict[str, Record]]:
+    return run_ranks(2, train_rows)
+
+
+@pytest.fixture(scope="module")
+def in_process() -> dict[str, Record]:
+    return train_rows(transport="loopback")
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_pipeline_does_what_one_process_does(row: str, on_ranks: Any, in_process: Any) -> None:
+    record = train(row, "auto")
+    for run in (*on_ranks, in_process):
+        assert difference(record, run[row]) <= 1e-12
