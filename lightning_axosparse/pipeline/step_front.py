@@ -132,12 +132,18 @@ class StepFront:
                     continue
                 whole = axis.part(whole, part.begin, part.size)
             if whole.shape != own.shape:
-                raise RunAgain(Rerun.MIXES)
+                raise RunAgain(self._why_unlike())
             if own.numel() and not (own.is_cpu and torch.equal(whole, own)):
                 self._differ.append(_differ(whole, own))
         is_last = part.begin + part.size == self._batch.whole.size
         if is_last and any(map(bool, self._differ)):
-            raise RunAgain(Rerun.MIXES)
+            raise RunAgain(self._why_unlike())
+
+    def _why_unlike(self) -> Rerun:
+        """Return why values of a micro-batch are none of the batch, and so what has to be known."""
+        if not self._batch.numbers and self._batch.rng.has_drawn():
+            return Rerun.DRAWS
+        return Rerun.SAMPLES if self._batch.mixes else Rerun.MIXES
 
     def _argument(self, part: MicroBatch, name: Hashable, value: Any) -> Any:
         """Return a micro-batch's rows of an argument; ``value`` itself if it has other tensors."""
@@ -192,8 +198,9 @@ class StepFront:
                 fitting = [candidates[alike.index(max(alike))]]
             layouts.narrow(place, fitting)
             return fitting
-        is_trained = whole.requires_grad and torch.is_grad_enabled()
-        if not fitting or (is_trained and len(fitting) > 1):
+        if not fitting:
+            raise RunAgain(self._why_unlike())
+        if len(fitting) > 1 and whole.requires_grad and torch.is_grad_enabled():
             raise RunAgain(Rerun.SAMPLES)
         return fitting
 

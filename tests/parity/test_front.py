@@ -57,6 +57,21 @@ class LateMixup(Network):
         return self.residual(x).square().mean()
 
 
+class LateMixupOfRows(Network):
+    """Two rows a sample, of which shapes alone do not tell the order."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        rows = self.embedding(torch.stack([x, x + 1], 1).flatten(0, 1))
+        if index in (2, 4, 5):
+            rows = 0.7 * rows + 0.3 * rows[torch.randperm(len(rows))]
+        return self.residual(rows).view(len(x), 2, -1).std(1).mean()
+
+
+class Dropout(Network):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.residual(F.dropout(self.embedding(x), 0.2)).square().mean()
+
+
 class Norm(Network):
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +167,7 @@ ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
         *(LateMixup, Norm, NormOfRows, Condition, Flipped, FullMask, Trimmed, ZeroScores),
-        *(NumbersOfNumPy, NoiseBetween),
+        *(NumbersOfNumPy, NoiseBetween, LateMixupOfRows, Dropout),
     )
 }
 

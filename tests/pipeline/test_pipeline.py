@@ -263,6 +263,18 @@ def test_parameters_before_and_behind_the_layers_get_gradients_of_the_batch(stag
     assert torch.equal(net.behind.running_mean, reference.behind.running_mean)
 
 
+def test_draws_before_the_layers_are_not_taken_for_mixing() -> None:
+    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+    pipe, dealt = pipeline(layers, 3)
+
+    def step(x: Tensor) -> Tensor:
+        return layers(x + torch.rand(len(x), 1)).mean()
+
+    unaware = training(pipe, step, torch.randn(8, 6), 4)
+    assert run(pipe, unaware).rerun is Rerun.DRAWS
+    dealt.uninstall()
+
+
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
