@@ -192,7 +192,8 @@ class PipelinedLayers:
             raise MisconfigurationException(
                 f"The step returned without calling layer {self.names[run.next_layer]!r} of the "
                 "pipelined container. In a pipeline every step has to call every layer once, in "
-                "order." + see("steps")
+                "order; networks that only some steps call, such as a teacher, stay outside if you "
+                "name the others: pipeline='student'." + see("steps")
             )
 
     def _forward(self, places: Sequence[int], compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -321,7 +322,8 @@ class PipelinedLayers:
             f"Layer {called!r} was called where {expected}. In one step of a pipelined module each "
             "layer is called once, in the order of the container: no layer may be skipped at "
             "random, and the network may not be called twice: two views of a sample go through "
-            "it together, `net(torch.cat([a, b])).chunk(2)`." + see("steps")
+            "it together, `net(torch.cat([a, b])).chunk(2)`. If not every step calls all networks, "
+            "such as a teacher, name those to pipeline: pipeline='student'." + see("steps")
         )
 
 
