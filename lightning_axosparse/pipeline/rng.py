@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_axosparse.pipeline.crossing.message import Rerun, RunAgain
 from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
     is_random,
@@ -228,6 +229,8 @@ class SampledNumbers(PausableOperatorMode):
     Args:
         samples: number of samples in the batch.
         device: device of this rank.
+        known: where samples lie in the numbers of each call, in order.
+        guesses: whether they lie along the first dimension that is long enough, if it is not known.
 
     Attributes:
         problem: why a micro-batch did not get its rows; None if it did.
@@ -236,9 +239,16 @@ class SampledNumbers(PausableOperatorMode):
 
     has_drawn_own = False
 
-    def __init__(self, samples: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        samples: int,
+        device: torch.device,
+        known: Sequence[DrawnSamples] = (),
+        guesses: bool = True,
+    ) -> None:
         super().__init__()
         self.problem: str | None = None
+        self._known, self._guesses = known, guesses
         self._samples, self._device = samples, device
         self._whole: list[_Drawn] = []
         self._used, self._first, self._end = 0, 0, samples
@@ -325,10 +335,23 @@ class SampledNumbers(PausableOperatorMode):
             torch.mul(call.args[0], output[1] * scale, out=output[0])
         return output
 
+    def _dim_of_samples(self, shape: torch.Size, size: int) -> int | None:
+        """Return the dimension of samples in the numbers for a micro-batch; None if there is none.
+
+        Raises:
+            RunAgain: if it is not known.
+        """
+        known = self._known[self._used] if self._used < len(self._known) else None
+        if known is not None and known.fits(shape, size):
+            return known.dim
+        if not self._guesses:
+            raise RunAgain(Rerun.SAMPLES)
+        return next((dim for dim, n in enumerate(shape) if n and n % size == 0), None)
+
     def _drawn_whole(self, call: _Call) -> _Drawn:
         """Draw again for all samples of the batch, as the run on the whole batch would."""
         tensor, size = call.numbers, self._end - self._first
-        dim = next((d for d, n in enumerate(tensor.shape) if n and n % size == 0), None)
+        dim = self._dim_of_samples(tensor.shape, size)
         if dim is None:
             return call.drawn()
         shape = list(tensor.shape)
@@ -354,18 +377,44 @@ class SampledNumbers(PausableOperatorMode):
 class ComparedNumbers(SampledNumbers):
     """Gives micro-batches their rows of the numbers that are drawn inside the layers, too.
 
+    Micro-batches run before the batch, which shows where samples lie in the numbers.
+
     Attributes:
         draws_outside: whether the step has drawn numbers outside the layers.
+        guessed_wrong: whether micro-batches got other rows.
+        drawn: where samples lie in the numbers of all calls.
+        drawn_outside: the same, of the calls outside the layers.
     """
 
-    draws_outside = False
+    draws_outside = guessed_wrong = False
     may_leave = False
 
+    def __init__(
+        self, samples: int, device: torch.device, known: Sequence[DrawnSamples] = ()
+    ) -> None:
+        super().__init__(samples, device, known)
+        self._shapes: list[torch.Size] = []
+        """The shapes of the numbers for a micro-batch."""
+        self.drawn: list[DrawnSamples] = []
+        self.drawn_outside: list[DrawnSamples] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        used = self._used
+        used, known = self._used, len(self.drawn)
         output = self.observe(func, args, kwargs or {})
-        self.draws_outside |= self._used > used and not self._is_paused
+        if self._used > used and not self._is_paused:
+            self.draws_outside = True
+            self.drawn_outside += self.drawn[known:]
         return output
+
+    def _sampled(self, call: _Call) -> Any:
+        place, shape = self._used, call.numbers.shape
+        is_whole = self._end - self._first == self._samples
+        if not is_whole and place == len(self._shapes):
+            self._shapes.append(shape)
+        elif is_whole and len(self.drawn) == place < len(self._shapes):
+            self.drawn.append(DrawnSamples.of(shape, self._shapes[place]))
+            self.guessed_wrong |= self._whole[place].numbers.shape != shape
+        return super()._sampled(call)
 
     def begin_layers(self) -> None:
         """Do nothing: layers draw from the same states."""
@@ -377,6 +426,28 @@ def _real(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.is_meta:
         return tensor
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+class DrawnSamples(NamedTuple):
+    """Where samples lie in the numbers of a call.
+
+    Attributes:
+        dims: the number of dimensions.
+        dim: the dimension of samples; None if there is none.
+    """
+
+    dims: int
+    dim: int | None
+
+    def fits(self, shape: torch.Size, size: int) -> bool:
+        """Whether the numbers for a micro-batch of ``size`` samples may have a shape."""
+        return self.dims == len(shape) and (self.dim is None or shape[self.dim] % size == 0)
+
+    @classmethod
+    def of(cls, whole: torch.Size, part: torch.Size) -> DrawnSamples:
+        """Compare the shapes of the numbers for a batch and for a micro-batch."""
+        pairs = zip(whole, part, strict=False)
+        return cls(len(whole), next((dim for dim, (n, few) in enumerate(pairs) if n != few), None))
 
 
 class _Drawn(NamedTuple):

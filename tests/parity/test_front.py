@@ -57,6 +57,18 @@ class LateMixup(Network):
         return self.residual(x).square().mean()
 
 
+class SharedNoise(Network):
+    """Noise between the layers that all samples share, though it has as many numbers as some."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x + layer(x) + 0.1 * torch.randn(3, WIDTH)[index % 2]
+            if index == 2:
+                x = x * torch.rand(2, 1)[0]
+        return x.square().mean()
+
+
 class LateMixupOfRows(Network):
     """Two rows a sample, of which shapes alone do not tell the order."""
 
@@ -167,7 +179,7 @@ ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
         *(LateMixup, Norm, NormOfRows, Condition, Flipped, FullMask, Trimmed, ZeroScores),
-        *(NumbersOfNumPy, NoiseBetween, LateMixupOfRows, Dropout),
+        *(NumbersOfNumPy, NoiseBetween, SharedNoise, LateMixupOfRows, Dropout),
     )
 }
 

@@ -4,7 +4,8 @@ The step runs on the whole batch and on its micro-batches, and all changes are u
 have to be equal after joining: a layer that uses statistics of the batch is an error, and so is a
 declared ``loss=`` with which loss and gradients of the batch do not follow from micro-batches.
 
-All modules are in training mode, except BatchNorms, whose statistics differ by design, and dropout.
+All modules are in training mode, except BatchNorms, whose statistics differ by design, and dropout
+of layers.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from lightning_axosparse.pipeline.joining import (
 )
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
-from lightning_axosparse.pipeline.rng import ComparedNumbers
+from lightning_axosparse.pipeline.rng import ComparedNumbers, DrawnSamples
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples
 from lightning_axosparse.pipeline.state.module_state import AttributePath, ModuleState
@@ -65,6 +66,7 @@ class ComparisonResult(NamedTuple):
             relative difference; None if none differs.
         layouts: the layouts of samples in the outputs of the last stage.
         draws: whether the step draws random numbers outside the layers.
+        guessed_wrong: whether micro-batches got the random numbers of other samples.
         mixes: whether the code before the layers mixes samples, which was not known.
         reads_more: whether nothing else failed than that stages read values that were not sent.
         loss: why the loss of the batch does not follow from micro-batches; empty if it does.
@@ -77,6 +79,7 @@ class ComparisonResult(NamedTuple):
     layers: tuple[int, str, float] | None = None
     layouts: Mapping[Hashable, Sequence[SampleLayout]] = {}
     draws: bool = False
+    guessed_wrong: bool = False
     mixes: bool = False
     reads_more: bool = False
     loss: str = ""
@@ -115,9 +118,16 @@ class Comparison:
         run: the pipeline of the run.
         step: the batch.
         tolerance: largest relative difference of values that count as equal.
+        drawn: where samples lie in random numbers, by stage; empty to guess.
     """
 
-    def __init__(self, run: OpenPipeline, step: Batch, tolerance: float) -> None:
+    def __init__(
+        self,
+        run: OpenPipeline,
+        step: Batch,
+        tolerance: float,
+        drawn: Mapping[int, Sequence[DrawnSamples]],
+    ) -> None:
         self._run, self._tolerance = run, tolerance
         self._module, self._stage_module = run.stage_module.module, run.stage_module
         self._changes: _Changes = {}
@@ -127,7 +137,9 @@ class Comparison:
         self._states: dict[int, ModuleState] = {}
         stages = (*self._stage_module.stages, self._stage_module.layers.end)
         size, device = step.whole.size, self._stage_module.device
-        self._numbers = {stage: ComparedNumbers(size, device) for stage in stages}
+        self._numbers = {
+            stage: ComparedNumbers(size, device, drawn.get(stage, ())) for stage in stages
+        }
         self._step = replace(step, numbers=self._numbers, of_pass=self._recorded)
 
     def compare(self, free: Callable[[], int], reduction: Reduction | None) -> ComparisonResult:
@@ -161,7 +173,8 @@ class Comparison:
             if stage_module.runs_last_stage and reduction is not None and not result.problem:
                 activations = parts[stage_module.last_stage]
                 result = self._with_loss(result, activations, reduction)
-            result = result._replace(draws=self._draws)
+            guessed = any(numbers.guessed_wrong for numbers in self._numbers.values())
+            result = result._replace(draws=self._draws, guessed_wrong=guessed)
         return _together(all_gather(result, group))
 
     def _passed(self, parts: Sequence[MicroBatch]) -> tuple[dict[int, list[Activation]], _Changes]:
@@ -231,6 +244,16 @@ class Comparison:
         return f"one of the layers {names[part[0]]!r} to {names[part[-1]]!r}"
 
     @property
+    def drawn(self) -> dict[int, Sequence[DrawnSamples]]:
+        """Where samples lie in the random numbers of the stages of this rank."""
+        return {stage: numbers.drawn for stage, numbers in self._numbers.items()}
+
+    @property
+    def drawn_outside(self) -> Sequence[DrawnSamples]:
+        """The same, of numbers that are drawn outside the layers."""
+        return max((each.drawn_outside for each in self._numbers.values()), key=len)
+
+    @property
     def _draws(self) -> bool:
         return any(numbers.draws_outside for numbers in self._numbers.values())
 
@@ -287,12 +310,15 @@ class Comparison:
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
-        """Set BatchNorms, dropout and RReLU to evaluation mode inside the context."""
+        """Set BatchNorms, and dropout and RReLU of layers, to evaluation mode in the context."""
         modules = list(self._module.modules())
+        inside = {part for layer in self._stage_module.layers.layers for part in layer.modules()}
         still = [
             part
             for part in modules
-            if isinstance(part, (Norm, _DropoutNd, nn.RReLU)) and part.training
+            if isinstance(part, Norm)
+            or (part in inside and isinstance(part, (_DropoutNd, nn.RReLU)))
+            if part.training
         ]
         # These use statistics of the batch in evaluation mode, too.
         lacking = [part for part in modules if isinstance(part, Norm) and part.running_mean is None]
@@ -418,6 +444,7 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
         layers,
         {key: layout for each in results for key, layout in each.layouts.items()},
         any(each.draws for each in results),
+        any(each.guessed_wrong for each in results),
         any(each.mixes for each in results),
         bool(failed) and all(each.reads_more for each in failed),
         next((each.loss for each in results if each.loss), ""),

@@ -6,7 +6,7 @@ of training epochs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import lightning.pytorch as pl
@@ -22,6 +22,7 @@ from lightning_axosparse.pipeline.crossing.message import (
     crossing_of,
 )
 from lightning_axosparse.pipeline.joining import SampleLayouts
+from lightning_axosparse.pipeline.rng import DrawnSamples
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonResult
@@ -44,6 +45,7 @@ class LoaderSteps:
         layouts: the layouts of samples in inputs and outputs of the layers.
         mixes: whether the code before the layers mixes samples.
         draws: whether the step draws random numbers outside the layers.
+        drawn: where samples lie in these; None if no batch could be compared.
         has_other_effects: whether the step does more than to return a loss and to log it.
         batches: number of batches so far.
         undivided: number of those that had to run as one micro-batch.
@@ -54,6 +56,7 @@ class LoaderSteps:
     layouts: SampleLayouts = field(default_factory=SampleLayouts)
     mixes: bool = False
     draws: bool = False
+    drawn: Sequence[DrawnSamples] | None = None
     has_other_effects: bool = False
     batches: int = 0
     undivided: int = 0
@@ -135,13 +138,19 @@ class StepLearner:
         self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None
     ) -> None:
         """Compare a batch with its micro-batches, and its loss, if that is declared."""
-        result = self._compared(run, known, step, declared)
-        if result.mixes and not known.mixes:
-            known.mixes = True
-            result = self._compared(run, known, step, declared)
-        if result.reads_more and run.pipeline.is_divided:
-            self._probe(run, known, step)
-            result = self._compared(run, known, step, declared)
+        drawn: Mapping[int, Sequence[DrawnSamples]] = {}
+        may_probe = run.pipeline.is_divided
+        while True:
+            result, seen = self._compared(run, known, step, declared, drawn)
+            if result.guessed_wrong and not drawn:
+                drawn = seen
+            elif result.mixes and not known.mixes:
+                known.mixes = True
+            elif result.reads_more and may_probe:
+                self._probe(run, known, step)
+                may_probe = False
+            else:
+                break
         if result.layers is not None:
             raise self._layers_differ(result, step)
         if result.loss:
@@ -159,14 +168,26 @@ class StepLearner:
             rank_zero_debug(f"{name} could not be compared in {where}: {result.problem}.")
 
     def _compared(
-        self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None
-    ) -> ComparisonResult:
+        self,
+        run: OpenPipeline,
+        known: LoaderSteps,
+        step: Batch,
+        declared: Reduction | None,
+        drawn: Mapping[int, Sequence[DrawnSamples]],
+    ) -> tuple[ComparisonResult, Mapping[int, Sequence[DrawnSamples]]]:
+        """Compare; return also where samples lie in random numbers, by stage."""
         layouts = replace(known.layouts, compares=True)
         seen = replace(step, crossing=known.crossing, layouts=layouts, mixes=known.mixes)
         step = replace(seen, failures=[])
-        result = Comparison(run, step, self._tolerance).compare(self._free, declared)
+        comparison = Comparison(run, step, self._tolerance, drawn)
+        result = comparison.compare(self._free, declared)
         run.effects.begin_batch()
-        return result
+        outside = comparison.drawn_outside
+        if result.problem:
+            known.drawn = None
+        elif known.drawn is None or outside != known.drawn[: len(outside)]:
+            known.drawn = outside  # Else other batches draw more.
+        return result, comparison.drawn
 
     @staticmethod
     def _probe(run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:

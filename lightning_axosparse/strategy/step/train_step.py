@@ -384,7 +384,10 @@ class StepRunner:
         stage_module = self._open.stage_module
         numbers: dict[int, SampledNumbers] = {}
         if known.draws:
-            drawn = SampledNumbers(step.whole.size, stage_module.device)
+            # By parts, code behind the layers draws for micro-batches, too.
+            guesses = by_parts or known.drawn is None
+            shared = step.whole.size, stage_module.device
+            drawn = SampledNumbers(*shared, known.drawn or (), guesses)
             numbers = dict.fromkeys(range(stage_module.layers.end + 1), drawn)
         if not by_parts and stage_module.last_stage == 0:
             step = replace(step, microbatches=[step.whole])
