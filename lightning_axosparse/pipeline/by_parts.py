@@ -22,11 +22,11 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
-    Rerun,
     detached_message,
 )
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.troubleshooting import see
 

@@ -24,8 +24,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, RunAgain
+from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.crossing.placeholder import TensorDescription, values_in
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.support.object_trees import object_map
 from lightning_axosparse.support.troubleshooting import see
 

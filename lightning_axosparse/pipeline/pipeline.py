@@ -10,14 +10,9 @@ from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.choice import InFlightLimit
-from lightning_axosparse.pipeline.crossing.message import (
-    Link,
-    Place,
-    Rerun,
-    StageReads,
-    detached_message,
-)
+from lightning_axosparse.pipeline.crossing.message import Link, Place, StageReads, detached_message
 from lightning_axosparse.pipeline.engine import SharedOrder, StageRun, run
+from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.pipeline.schedule import ForwardOnly, Schedule
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.stage_step import (

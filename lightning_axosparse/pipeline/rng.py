@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.pipeline.crossing.message import Rerun, RunAgain
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
     is_random,

@@ -20,13 +20,12 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
-    Rerun,
-    RunAgain,
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.pipeline.stage_forward import StageEdge
 from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.troubleshooting import see

@@ -22,14 +22,13 @@ from lightning_axosparse.pipeline.crossing.message import (
     Activation,
     Gradients,
     Message,
-    Rerun,
-    RunAgain,
     StageReads,
 )
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.pipeline.rng import NoticedDraws
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.torch_internals import never_compiled, paused

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from lightning_axosparse.pipeline.crossing.message import (
-    Activation,
-    Place,
-    Rerun,
-    RunAgain,
-    SideOutput,
-    SidePlace,
-)
+from lightning_axosparse.pipeline.crossing.message import Activation, Place, SideOutput, SidePlace
 from lightning_axosparse.pipeline.crossing.placeholder import TensorDescription
 from lightning_axosparse.pipeline.joining import (
     Axis,
@@ -36,6 +29,7 @@ from lightning_axosparse.pipeline.joining import (
     learn,
     sent_tensors,
 )
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 
 SIZES = (3, 3, 1)
 SAMPLES = sum(SIZES)

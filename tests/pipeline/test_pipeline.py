@@ -17,10 +17,11 @@ from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint
 from lightning_axosparse.pipeline.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
 from lightning_axosparse.pipeline.crossing import message
-from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink, Rerun
+from lightning_axosparse.pipeline.crossing.message import Crossing, LoopbackLink
 from lightning_axosparse.pipeline.joining import Axis, SampleLayouts, learn
 from lightning_axosparse.pipeline.microbatch import MicroBatch, split
 from lightning_axosparse.pipeline.pipeline import Pipeline
+from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES
 from lightning_axosparse.pipeline.shard.partition import balance

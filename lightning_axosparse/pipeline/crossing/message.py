@@ -16,7 +16,6 @@ import pickle
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -24,6 +23,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.support.object_trees import put_together, take_apart
 from lightning_axosparse.support.torch_internals import is_dtensor
 from lightning_axosparse.support.troubleshooting import see
@@ -188,24 +188,6 @@ class Activation(NamedTuple):
     fingerprint: int = 0
     is_empty: bool = False
     failed: Rerun | None = None
-
-
-class Rerun(Enum):
-    """Why a batch has to run again."""
-
-    DRAWS = "the step draws random numbers outside the layers"
-    READS = "the step reads a value that was not sent"
-    HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
-    MIXES = "the code before the layers mixes samples"
-    SAMPLES = "it is not known which rows of a tensor, or which numbers, belong to which sample"
-
-
-class RunAgain(BaseException):
-    """Ends a run whose effects are dropped, as the batch has to run again."""
-
-    def __init__(self, why: Rerun) -> None:
-        super().__init__(why.value)
-        self.why = why
 
 
 class Gradients(NamedTuple):

@@ -39,12 +39,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_axosparse.pipeline.crossing.message import (
-    Activation,
-    Place,
-    SidePlace,
-    Value,
-)
+from lightning_axosparse.pipeline.crossing.message import Activation, Place, SidePlace, Value
 from lightning_axosparse.pipeline.crossing.placeholder import (
     GRADIENT_HOOKS,
     Outcome,

@@ -24,13 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
-from lightning_axosparse.pipeline.crossing.message import (
-    Activation,
-    Message,
-    Rerun,
-    RunAgain,
-    detached_message,
-)
+from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import (
@@ -43,6 +37,7 @@ from lightning_axosparse.pipeline.joining import (
 )
 from lightning_axosparse.pipeline.microbatch import MicroBatch, Norm
 from lightning_axosparse.pipeline.profile import peak_bytes
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.pipeline.rng import ComparedNumbers, DrawnSamples
 from lightning_axosparse.pipeline.stage_step import StageStep, loss_of
 from lightning_axosparse.pipeline.state.layer_state import depends_on_samples

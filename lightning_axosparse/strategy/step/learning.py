@@ -15,13 +15,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_war
 
 from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.by_parts import Reduction
-from lightning_axosparse.pipeline.crossing.message import (
-    Crossing,
-    Rerun,
-    StageReads,
-    crossing_of,
-)
+from lightning_axosparse.pipeline.crossing.message import Crossing, StageReads, crossing_of
 from lightning_axosparse.pipeline.joining import SampleLayouts
+from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.pipeline.rng import DrawnSamples
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.strategy.compat.lockstep import position

@@ -14,10 +14,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, RunAgain, encode
+from lightning_axosparse.pipeline.crossing.message import Activation, encode
 from lightning_axosparse.pipeline.crossing.side_outputs import WatchedLayer
 from lightning_axosparse.pipeline.joining import sent_tensors
 from lightning_axosparse.pipeline.pipeline import Pipeline
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.support.object_trees import object_leaves
 from tests.pipeline.test_pipeline import evaluate, learned, pipeline, run, train, training
 

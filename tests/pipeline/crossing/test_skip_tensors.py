@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_axosparse.pipeline.crossing import message
-from lightning_axosparse.pipeline.crossing.message import Activation, Rerun, RunAgain
+from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.joining import sent_tensors
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from tests.pipeline.test_pipeline import (
     Known,
     by_parts,

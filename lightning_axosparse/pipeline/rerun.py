@@ -1,0 +1,23 @@
+"""Says why a batch has to run again: something of its step was not known."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Rerun(Enum):
+    """Why a batch has to run again."""
+
+    DRAWS = "the step draws random numbers outside the layers"
+    READS = "the step reads a value that was not sent"
+    HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
+    MIXES = "the code before the layers mixes samples"
+    SAMPLES = "it is not known which rows of a tensor, or which numbers, belong to which sample"
+
+
+class RunAgain(BaseException):
+    """Ends a run whose effects are dropped, as the batch has to run again."""
+
+    def __init__(self, why: Rerun) -> None:
+        super().__init__(why.value)
+        self.why = why
