@@ -19,10 +19,10 @@ from lightning_axosparse.pipeline.crossing.front_values import FrontValues
 from lightning_axosparse.pipeline.crossing.message import Place
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
+from lightning_axosparse.pipeline.generators import Generators
 from lightning_axosparse.pipeline.joining import Axis, axes, closest, difference, rounding
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
-from lightning_axosparse.pipeline.rng import Generators
 from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import await_collective
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_axosparse.pipeline.rng import Generators, PipelineRNG, SampledNumbers
+from lightning_axosparse.pipeline.generators import Generators
+from lightning_axosparse.pipeline.rng import PipelineRNG, SampledNumbers
 from lightning_axosparse.support.torch_internals import paused
 
 CPU = torch.device("cpu")

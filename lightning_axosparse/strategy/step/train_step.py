@@ -22,10 +22,11 @@ from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint, checksum
 from lightning_axosparse.pipeline.by_parts import PartedStageStep, not_by_parts
 from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
+from lightning_axosparse.pipeline.generators import Generators
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
 from lightning_axosparse.pipeline.profile import StageTimes
 from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
-from lightning_axosparse.pipeline.rng import Generators, SampledNumbers
+from lightning_axosparse.pipeline.rng import SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES, MessageDriven
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep
 from lightning_axosparse.pipeline.step_end import StepEnd
