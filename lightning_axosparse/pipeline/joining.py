@@ -212,7 +212,8 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 def rounding(dtype: torch.dtype) -> float:
     """Return a relative difference that rounding hardly ever makes."""
-    return torch.finfo(dtype).eps ** 0.5 if dtype.is_floating_point else 0.0
+    has_eps = dtype.is_floating_point or dtype.is_complex
+    return torch.finfo(dtype).eps ** 0.5 if has_eps else 0.0
 
 
 def axes(whole: torch.Size, part: torch.Size, samples: int, size: int) -> list[Axis]:

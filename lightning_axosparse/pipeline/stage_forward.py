@@ -157,19 +157,17 @@ class PipelinedLayers:
         side_outputs = SideOutputs(run, self._watched, values)
         modes = [*modes, values] if values.follows else modes
         modes = modes if run.draws is None else [run.draws, *modes]
+        entered = modes if run.front is None else [*modes, run.front]
         if run.front is not None and run.front.replaces:
-            modes = [*modes, run.front]
+            modes = entered
         earlier = self.layers[: part.start]
         inner = InnerBackward(self._module.parameters, run.received_tensors, earlier)
         contexts = ExitStack()
         self._current = _CurrentRun(run, part, side_outputs, values, inner, modes, contexts)
         try:
             with contexts:
-                for mode in modes:
-                    if mode is not run.front:
-                        contexts.enter_context(mode)
-                if run.front is not None:
-                    contexts.enter_context(run.front)
+                for mode in entered:
+                    contexts.enter_context(mode)
                 yield
         finally:
             inner.end()
@@ -260,7 +258,7 @@ class PipelinedLayers:
         kwargs: dict[str, Any],
     ) -> Any:
         """Compute a layer of the stage, and record its output and side outputs."""
-        if not current.run.sent is not None and current.run.reads is None:
+        if current.run.sent is None and current.run.reads is None:
             return self._compute(current.run, index, compute, args, kwargs)
         if current.run.sent is not None:
             current.side_outputs.begin_layer(index)

@@ -62,13 +62,14 @@ class StageStep:
             The activation to send. It is marked as failed if the batch has to run again because
             this stage, or one before it, reads a value that was not sent, for example.
         """
-        content = (received or NOTHING).content
+        message = received or NOTHING
+        content = message.content
         activation = Activation(failed=content.failed)
         if content.failed is None:
             if received is not None:
                 self.batch.fingerprint.validate(content.fingerprint, self.stage)
             try:
-                run = self._new_run(microbatch, received or NOTHING)
+                run = self._new_run(microbatch, message)
                 activation = self._passed(run, microbatch)
             except RunAgain as error:
                 activation = Activation(failed=error.why)

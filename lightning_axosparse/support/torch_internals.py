@@ -411,6 +411,21 @@ class PausableMode(_Pausable, TorchFunctionMode):
 
     _has_left = False
 
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if self._is_paused or torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        return self.observe(func, args, kwargs or {})
+
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function; subclasses override this."""
+        return func(*args, **kwargs)
+
     def leave(self) -> None:
         """Leave the mode before its context ends, unless code has entered another one inside it."""
         if torch.overrides._get_current_function_mode() is self:

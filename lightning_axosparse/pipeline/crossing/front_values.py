@@ -9,10 +9,9 @@ rows of what the batch has, and be replaced by them where later code reads it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_axosparse.pipeline.crossing.message import Place
@@ -66,16 +65,8 @@ class FrontValues(PausableMode):
         """Replace the results in any object, such as the arguments of a layer."""
         return object_map(Tensor, self._replacement, tree)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused or torch.compiler.is_compiling():
-            return func(*args, **kwargs)
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function; number its results, or replace results among its arguments."""
         if self._is_front:
             result = func(*args, **kwargs)
             if results := tensors_in(result):

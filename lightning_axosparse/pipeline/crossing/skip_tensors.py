@@ -263,17 +263,9 @@ class DerivedValues(PausableMode):
             if not is_attribute or tensor.nbytes <= largest:
                 self._record_read([entry])
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self._is_paused or not self._tracked or torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        arguments = self._find_all(tensors_in((args, kwargs)))
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function, or return the result that an earlier stage has computed."""
+        arguments = self._find_all(tensors_in((args, kwargs))) if self._tracked else []
         if not arguments:
             return func(*args, **kwargs)
         if self._progress.is_before_stage:

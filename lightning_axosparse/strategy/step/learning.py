@@ -173,8 +173,9 @@ class StepLearner:
     ) -> tuple[ComparisonResult, Mapping[int, Sequence[DrawnSamples]]]:
         """Compare; return also where samples lie in random numbers, by stage."""
         layouts = replace(known.layouts, compares=True)
-        seen = replace(step, crossing=known.crossing, layouts=layouts, mixes=known.mixes)
-        step = replace(seen, failures=[])
+        step = replace(
+            step, crossing=known.crossing, layouts=layouts, mixes=known.mixes, failures=[]
+        )
         comparison = Comparison(run, step, self._tolerance, drawn)
         result = comparison.compare(self._free, declared)
         run.effects.begin_batch()
