@@ -126,7 +126,8 @@ class Batch:
         mixes: whether the code before the layers mixes samples.
         numbers: the random numbers of the step, by stage; empty if it draws none.
         of_pass: makes the context of a pass through a stage; with None, of a run without layers.
-        failures: texts of the errors in runs that are only compared.
+        may_fail: whether the batch runs undivided if a run on a micro-batch raises an error.
+        failures: texts of such errors.
     """
 
     step: Callable[..., Any]
@@ -145,6 +146,7 @@ class Batch:
     mixes: bool = False
     numbers: Mapping[int, SampledNumbers] = field(default_factory=dict)
     of_pass: Callable[[int | None], AbstractContextManager[None]] = lambda stage: nullcontext()
+    may_fail: bool = False
     failures: list[str] = field(default_factory=list)
 
     @property

@@ -13,15 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_axosparse.support.troubleshooting import see
-
 Path: TypeAlias = tuple[str, ...]
 """The path to a leaf of a batch: ``("['x']", "[0]")`` for ``batch['x'][0]``."""
 
-ASK = (
-    "Give AxoSparseStrategy(split_batch=...) a function (batch, microbatches) -> list of "
-    "micro-batches, or microbatches=1."
-)
 _PLAIN = (str, bytes, int, float, complex, bool, Enum, type(None), np.generic)
 
 
@@ -234,8 +228,7 @@ def _count(batch: Any, batch_size: int | None) -> int | None:
     path, node = next(iter(lists.items()))
     raise ValueError(
         f"{path_text(path)} is a list of {len(node)} entries that hold tensors, and nothing tells "
-        f"whether it has an entry for each sample or whether each entry is a batch. {ASK}"
-        + see("batches")
+        "whether it has an entry for each sample or whether each entry is a batch"
     )
 
 
@@ -251,9 +244,8 @@ def _disagreement(batch: Any, path: Path, node: Any, samples: int) -> str:
     ]
     shape = tuple(node.shape)
     return (
-        f"It is not clear how to cut {path_text(path)} of shape {shape} into micro-batches: "
-        f"{', '.join(agreeing) or 'the loader'} has {samples} samples. The DataLoader does not "
-        f"show which dimensions hold the samples. {ASK}" + see("batches")
+        f"it is not clear how to cut {path_text(path)} of shape {shape}, as "
+        f"{', '.join(agreeing) or 'the loader'} has {samples} samples"
     )
 
 

@@ -15,20 +15,18 @@ samples, such as a mask of positions, is alike in all micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.crossing.placeholder import TensorDescription, values_in
 from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.support.object_trees import object_map
-from lightning_axosparse.support.troubleshooting import see
 
 
 class Axis(NamedTuple):
@@ -297,7 +295,6 @@ def join(
     activations: Sequence[Activation],
     sizes: Sequence[int],
     layouts: SampleLayouts,
-    name_of: Callable[[int], str],
 ) -> Joined:
     """Join the activations of the micro-batches of a batch.
 
@@ -305,19 +302,17 @@ def join(
         activations: the activations of all micro-batches, in order.
         sizes: number of samples in each micro-batch.
         layouts: the known layouts of their tensors.
-        name_of: returns the name of a layer by its index.
 
     Raises:
-        MisconfigurationException: if the outputs of a layer cannot be joined; it names the layer.
         RunAgain: if it is not known which rows of a tensor belong to which sample.
     """
     keyed = [keyed_values(activation) for activation in activations]
     keys = [key for key, _ in keyed[0]]
-    for number, other in enumerate(keyed):
-        others = [key for key, _ in other]
-        if others != keys:
-            unequal = next(one or two for one, two in zip_longest(others, keys) if one != two)
-            raise cannot_join(name_of(layer_of(unequal)), f"other values for micro-batch {number}")
+    outputs = [activation.output for activation in activations]
+    numbers = [[] if isinstance(output, Tensor) else _numbers(output) for output in outputs]
+    others = [[key for key, _ in other] for other in keyed]
+    if any(each != numbers[0] for each in numbers) or any(each != keys for each in others):
+        raise RunAgain(Rerun.SAMPLES)
     tensors, used = list[Tensor](), list[SampleLayout]()
     values: list[Any] = []
     for key, parts in zip(
@@ -325,37 +320,43 @@ def join(
     ):
         possible = layouts.of(key, parts, sizes)
         if not possible:
-            shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-            text = f"tensors of shapes {shapes} for micro-batches of {', '.join(map(str, sizes))}"
-            raise cannot_join(name_of(layer_of(key)), text + " samples")
+            raise RunAgain(Rerun.SAMPLES)
         if isinstance(parts[0], TensorDescription):
             values.append(_joined_description(parts, possible[0]))
             continue
         requires_grad = any(part.requires_grad for part in parts)
-        layout, *rest = possible
+        layout = possible[0]
         joined = joined_by(layout, [part.detach() for part in parts], sizes).detach()
-        if rest and len(parts) > 1:
-            _validate_alike(joined, rest, parts, sizes)
+        if len(parts) > 1:
+            _validate_joined(joined, possible, parts, sizes)
         tensors.append(joined.requires_grad_(requires_grad))
         used.append(layout)
         values.append(tensors[-1])
     return Joined(_with_values(activations[0], iter(values)), tensors, used)
 
 
-def _validate_alike(
-    joined: Tensor, others: Sequence[SampleLayout], parts: Sequence[Tensor], sizes: Sequence[int]
+def _validate_joined(
+    joined: Tensor, possible: Sequence[SampleLayout], parts: Sequence[Tensor], sizes: Sequence[int]
 ) -> None:
-    """Check that it makes no difference which of several layouts a tensor has.
+    """Check that a tensor without samples is that of all micro-batches.
+
+    If several layouts are possible, check that it makes no difference which one a tensor has.
 
     Raises:
         RunAgain: if the joined values differ, or if gradients would go to other rows.
     """
     detached = [part.detach() for part in parts]
     is_trained = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
-    for layout in others:
-        apart = difference(joined_by(layout, detached, sizes), joined)
-        if (isinstance(layout, Axis) and is_trained) or apart > rounding(joined.dtype):
-            raise RunAgain(Rerun.SAMPLES)
+    layout, *others = possible
+    same = [*detached] if layout == "alike" else []
+    same += [joined_by(other, detached, sizes) for other in others]
+    is_unclear = is_trained and any(isinstance(other, Axis) for other in others)
+    if is_unclear or any(_differ(each, joined) for each in same):
+        raise RunAgain(Rerun.SAMPLES)
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return one.shape != other.shape or difference(one, other) > rounding(other.dtype)
 
 
 def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
@@ -455,13 +456,3 @@ def layer_of(key: Any) -> int:
         return int(key[1])
     place = key if hasattr(key, "layer") else key[0]
     return int(place.layer)
-
-
-def cannot_join(layer: str, outputs: str) -> MisconfigurationException:
-    """Return the error of a layer whose outputs for micro-batches cannot be joined."""
-    return MisconfigurationException(
-        f"Layer {layer!r} gives {outputs}, and it is not known how these make up what it gives for "
-        "the whole batch, on which the end of the step runs. Let it return tensors with a "
-        "dimension of samples, or what does not depend on the samples; give split_batch= a "
-        "function whose micro-batches it treats alike; or use microbatches=1." + see("steps")
-    )

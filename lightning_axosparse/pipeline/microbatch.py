@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.batch_layout import (
-    ASK,
     BatchLayout,
     Path,
     arrays,
@@ -19,7 +18,6 @@ from lightning_axosparse.pipeline.batch_layout import (
     nested_lists,
     path_text,
 )
-from lightning_axosparse.support.troubleshooting import see
 
 
 class MicroBatch(NamedTuple):
@@ -66,8 +64,8 @@ def one_size(sizes: Mapping[Path, int]) -> int:
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{path_text(path)}: {size}" for path, size in sizes.items())
         raise ValueError(
-            f"Parts of the batch have different numbers of samples ({listed}), so it is not clear "
-            f"where micro-batches begin. {ASK}" + see("batches")
+            f"parts of the batch have different numbers of samples ({listed}), so it is not clear "
+            "where micro-batches begin"
         )
     return next(iter(sizes.values()), 1)
 

@@ -12,6 +12,7 @@ class Rerun(Enum):
     READS = "the step reads a value that was not sent"
     HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
     MIXES = "the code before the layers mixes samples"
+    FAILS = "a run on a micro-batch raised an error"
     SAMPLES = "it is not known which rows of a tensor, or which numbers, belong to which sample"
 
 

@@ -40,9 +40,6 @@ class StageStep:
         front: the code before the layers, if it runs once for the batch in this process.
     """
 
-    _failures: type[Exception] = UnsentValueError
-    """The errors that only mark the activation as failed, as the step raises them again."""
-
     def __init__(self, stage: int, batch: Batch, front: StepFront | None = None) -> None:
         self.stage, self.batch, self._front = stage, batch, front
         self._keeps = stage == batch.layers.end - 1
@@ -73,11 +70,21 @@ class StageStep:
                 activation = self._passed(run, microbatch)
             except RunAgain as error:
                 activation = Activation(failed=error.why)
-            except self._failures:
+            except UnsentValueError:
                 activation = Activation(failed=Rerun.READS)
+            except Exception as error:
+                if not self._catches(error):
+                    raise
+                self.batch.failures.append(f"{type(error).__name__}: {error}")
+                activation = Activation(failed=Rerun.FAILS)
         if self._keeps:
             self.activations.append(activation)
         return activation
+
+    def _catches(self, error: Exception) -> bool:
+        """Whether an error only marks the activation as failed: the batch may run undivided."""
+        is_explained = isinstance(error, MisconfigurationException) or is_oom_error(error)
+        return self.batch.may_fail and len(self.batch.microbatches) > 1 and not is_explained
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         """Create the run of the step on a micro-batch."""
@@ -112,44 +119,7 @@ class StageStep:
 
     def _run_step(self, run: StepRun, part: MicroBatch) -> Any:
         """Run the step on a micro-batch."""
-        batch = self.batch
-        try:
-            return batch.call(run, part, stage=self.stage)
-        except (ValueError, RuntimeError) as error:
-            _explain_statistics(error, part, batch.microbatches)
-            _explain_sizes(error, batch.sizes)
-            raise
-
-
-def _explain_statistics(
-    error: Exception, part: MicroBatch, microbatches: Sequence[MicroBatch]
-) -> None:
-    """Replace torch's error about the statistics of one value by one about micro-batches.
-
-    A compiled layer raises errors of another type, which quote torch's.
-    """
-    count = sum(each.size for each in microbatches)
-    if part.size > 1 or count < 2 or "more than 1 value per channel" not in str(error):
-        return
-    raise MisconfigurationException(
-        f"A BatchNorm makes its statistics of a micro-batch, and one has a single sample: "
-        f"{count} samples are divided into {len(microbatches)} micro-batches. Give "
-        f"AxoSparseStrategy(microbatches=...) at most {count // 2}, or batches at least "
-        f"{2 * len(microbatches)} samples (drop_last=True leaves out a last one that is "
-        "smaller)." + see("batches")
-    ) from error
-
-
-def _explain_sizes(error: Exception, sizes: Sequence[int]) -> None:
-    """Replace the error of a layer that needs certain numbers of samples."""
-    if len(set(sizes)) == 1 or is_oom_error(error):
-        return
-    raise MisconfigurationException(
-        f"A step raised {type(error).__name__} for one of {len(sizes)} micro-batches, which have "
-        f"{', '.join(map(str, sizes))} samples: {error}\nIf a layer wants certain numbers of them, "
-        "such as pairs, drop_last=True leaves out a last batch that is smaller, and split_batch= "
-        "divides each batch as the layer wants it." + see("batches")
-    ) from error
+        return self.batch.call(run, part, stage=self.stage)
 
 
 class ProbingStep(StageStep):
@@ -160,12 +130,13 @@ class ProbingStep(StageStep):
             sent.
     """
 
-    _failures = Exception
-
     def __init__(self, *shared: Any) -> None:
         super().__init__(*shared)
         self.reads = StageReads()
         """Records the values of other stages that the stage reads."""
+
+    def _catches(self, error: Exception) -> bool:
+        return True  # The step raises it again.
 
     def _passed(self, run: StepRun, microbatch: int) -> Activation:
         """Run the user's step, as in a real pass, and record its reads."""

@@ -45,7 +45,7 @@ class StepEnd:
     def join(self, activations: Sequence[Activation]) -> Joined:
         """Join the layer outputs of the micro-batches."""
         batch = self._batch
-        return join(activations, batch.sizes, batch.layouts, batch.layers.names.__getitem__)
+        return join(activations, batch.sizes, batch.layouts)
 
     def run(self, activations: Sequence[Activation]) -> Any:
         """Run the user's step, let its effects count, and return its output.

@@ -46,9 +46,9 @@ def train(strategy: Any, ranks: int = 1, prunes: bool = True) -> tuple[Record, l
 
     again, run_again = [], StepLearner.run_again
 
-    def counted(*args: Any) -> None:
+    def counted(*args: Any) -> Any:
         again.append(args[-1].name)
-        run_again(*args)
+        return run_again(*args)
 
     L.seed_everything(0, verbose=False)
     callbacks = [GradualPruning(0.6, 1, 5, 2, score="magnitude")] if prunes else []

@@ -86,7 +86,7 @@ def test_a_batch_by_itself_is_cut_where_all_first_dimensions_agree() -> None:
     ],
 )
 def test_an_ambiguous_batch_is_refused_by_name(batch: Any, named: str) -> None:
-    with pytest.raises(ValueError, match=rf"{named}.*split_batch"):
+    with pytest.raises(ValueError, match=named):
         inferred(batch)
 
 

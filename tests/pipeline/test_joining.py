@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from lightning_axosparse.pipeline.crossing.message import Activation, Place, SideOutput, SidePlace
@@ -126,7 +125,7 @@ def test_activations_join_as_was_learned() -> None:
     assert max(by for _, by in differences) < 1e-6
     axes_of = [[Axis(0)], [Axis(0)], [Axis(1)], [Axis(0)]]
     assert list(known.values()) == [*axes_of, ["mean"], ["alike", "mean"]]
-    joined = join(parts, SIZES, SampleLayouts(dict(known)), str)
+    joined = join(parts, SIZES, SampleLayouts(dict(known)))
     assert joined.activation.output[0].name == "own"
     assert joined.activation.forms == whole.forms
     sent = sent_tensors(whole)
@@ -147,10 +146,11 @@ def test_activations_join_as_was_learned() -> None:
 
 
 def test_activations_join_by_their_shapes_where_nothing_was_learned() -> None:
-    whole, parts = activations()
-    joined = join(parts, SIZES, SampleLayouts(), str)
-    torch.testing.assert_close(joined.tensors[0].detach(), whole.output[0].x.detach())
-    assert joined.layouts == [Axis(0), Axis(0), Axis(1), "alike", "alike"]
+    x, table = torch.rand(SAMPLES, 3), torch.rand(5)
+    parts = [Activation((part, part.t(), table)) for part in x.split(SIZES)]
+    joined = join(parts, SIZES, SampleLayouts())
+    torch.testing.assert_close(joined.tensors, [x, x.t(), table])
+    assert joined.layouts == [Axis(0), Axis(1), "alike"]
 
 
 def test_a_layout_that_does_not_fit_any_longer_is_found_anew() -> None:
@@ -181,17 +181,17 @@ def test_a_later_batch_decides_between_layouts() -> None:
     assert learned(full, full) == [Axis(0, 2), Axis(0, 2, 2)]
     # It makes no difference for these values, but it does for others, and for gradients.
     assert torch.equal(
-        join(two_views(full, full, SIZES), SIZES, layouts, str).tensors[0], full[:1].expand(14, 2)
+        join(two_views(full, full, SIZES), SIZES, layouts).tensors[0], full[:1].expand(14, 2)
     )
     for first in (padded, full.clone().requires_grad_()):
         with pytest.raises(RunAgain) as raised:
-            join(two_views(first, full, SIZES), SIZES, layouts, str)
+            join(two_views(first, full, SIZES), SIZES, layouts)
         assert raised.value.why is Rerun.SAMPLES
         # One micro-batch has the rows of the batch.
-        join(two_views(first, full, [SAMPLES]), [SAMPLES], layouts, str)
+        join(two_views(first, full, [SAMPLES]), [SAMPLES], layouts)
     assert learned(padded, full) == [Axis(0, 2, 2)]
     assert learned(full, full) == [Axis(0, 2, 2)]
-    (joined,) = join(two_views(padded, full, SIZES), SIZES, layouts, str).tensors
+    (joined,) = join(two_views(padded, full, SIZES), SIZES, layouts).tensors
     assert torch.equal(joined, torch.cat([padded, full]))
 
 
@@ -199,25 +199,35 @@ def ragged(size: int) -> Tensor:
     return torch.rand(size, size + 1)
 
 
-def refused(parts: Sequence[Activation]) -> str:
-    with pytest.raises(MisconfigurationException) as raised:
-        join(parts, SIZES, SampleLayouts(), lambda layer: f"layers.{layer}")
-    return str(raised.value)
+LEFT = SideOutput(HOOK, torch.ones(2))
 
 
-def test_a_layer_whose_values_cannot_be_joined_is_refused_by_name() -> None:
-    outputs = [Activation(output=ragged(size)) for size in SIZES]
-    words = r"Layer 'layers.-1' gives tensors of shapes (3, 4), (3, 4), (1, 2) for micro-batches"
-    assert words in refused(outputs)
-    between = [Activation(values=((Place(2, 1, 0), ragged(size)),)) for size in SIZES]
-    assert "Layer 'layers.2' gives tensors of shapes" in refused(between)
-    inside = [Activation(side_outputs=(SideOutput(HOOK, ragged(size)),)) for size in SIZES]
-    assert "Layer 'layers.1' gives tensors of shapes" in refused(inside)
-    forms = [Activation(forms=((3, TensorDescription.of(ragged(size))),)) for size in SIZES]
-    assert "Layer 'layers.3' gives tensors of shapes" in refused(forms)
-    left = SideOutput(HOOK, torch.ones(2))
-    unlike = [Activation(output=torch.ones(n), side_outputs=(left,) * (n > 1)) for n in SIZES]
-    assert "Layer 'layers.1' gives other values for micro-batch 2" in refused(unlike)
+@pytest.mark.parametrize(
+    "of_part",
+    [
+        lambda n: Activation(output=ragged(n)),
+        lambda n: Activation(values=((Place(2, 1, 0), ragged(n)),)),
+        lambda n: Activation(side_outputs=(SideOutput(HOOK, ragged(n)),)),
+        lambda n: Activation(forms=((3, TensorDescription.of(ragged(n))),)),
+        lambda n: Activation(output=torch.ones(n), side_outputs=(LEFT,) * (n > 1)),
+        lambda n: Activation(output=torch.full((2,), float(n))),
+        lambda n: Activation(output=torch.rand(())),
+    ],
+    ids=["shapes", "between", "inside", "form", "not in all", "other values", "numbers"],
+)
+def test_values_that_cannot_be_joined_are_those_of_an_undivided_batch(of_part: Any) -> None:
+    with pytest.raises(RunAgain) as raised:
+        join([of_part(size) for size in SIZES], SIZES, SampleLayouts())
+    assert raised.value.why is Rerun.SAMPLES
+    join([of_part(SAMPLES)], [SAMPLES], SampleLayouts())
+
+
+def test_a_tensor_without_samples_is_compared_in_every_batch() -> None:
+    layouts = SampleLayouts({("output", 0): ["alike"]})
+    assert join([Activation(torch.ones(3))] * 3, SIZES, layouts).layouts == ["alike"]
+    for other in (torch.zeros(3), torch.ones(2)):
+        with pytest.raises(RunAgain):
+            join([*[Activation(torch.ones(3))] * 2, Activation(other)], SIZES, layouts)
 
 
 def test_layers_that_give_something_else_in_micro_batches_are_found() -> None:

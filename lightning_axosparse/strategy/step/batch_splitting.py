@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
 from torch import Tensor
@@ -17,11 +15,9 @@ from torch import Tensor
 from lightning_axosparse.distributed.grid import Grid
 from lightning_axosparse.distributed.process_groups import ProcessGroups, all_gather
 from lightning_axosparse.pipeline.batch_layout import (
-    ASK,
     BatchLayout,
     collated,
     inferred,
-    is_array,
     path_text,
 )
 from lightning_axosparse.pipeline.microbatch import (
@@ -37,6 +33,11 @@ from lightning_axosparse.support.arguments import short_repr
 from lightning_axosparse.support.troubleshooting import see
 
 SplitBatch = Callable[[Any, int], "list[Any]"]
+
+_ASK = (
+    "For micro-batches, give AxoSparseStrategy(split_batch=...) a function (batch, microbatches) "
+    "-> list of micro-batches."
+)
 
 
 class BatchSplitter:
@@ -135,27 +136,6 @@ class BatchSplitter:
             )
         return parts
 
-    @contextmanager
-    def explained(self, origin: Source, batch: Any) -> Iterator[None]:
-        """Explain an error inside the context by how the batch was split.
-
-        Raises:
-            MisconfigurationException: for an error of a step, if the layout was inferred from the
-                batch.
-        """
-        try:
-            yield
-        except (RuntimeError, IndexError, ValueError) as error:
-            cut = self._loader(origin).inferred_shapes(batch)
-            if not cut or isinstance(error, torch.OutOfMemoryError):
-                raise
-            raise MisconfigurationException(
-                f"A step raised {type(error).__name__} for a micro-batch: {error}\n"
-                f"The batch was cut along dimension 0, in which {', '.join(cut)} agree. The "
-                "DataLoader does not show which of them have an entry for each sample. If one has "
-                f"not (an adjacency matrix, class weights, a table): {ASK}" + see("batches")
-            ) from error
-
     def _loader(self, origin: Source) -> _LoaderBatches:
         """Return the record of a loader."""
         known = self._known.get(origin.key)
@@ -176,22 +156,21 @@ class _LoaderBatches:
     batch_size: int | None
     _inferred: BatchLayout | None = None
     _logged: bool = False
+    _warned: bool = False
 
     def layout(self, batch: Any, wanted: int) -> tuple[BatchLayout, int]:
-        """Return the layout by which to split a batch, and the number of its samples."""
-        layout = self._layout(batch)
-        sizes = layout.sizes(batch)
-        self._log(layout, batch, wanted)
-        return layout, one_size(sizes)
+        """Return the layout by which to split a batch, and the number of its samples.
 
-    def inferred_shapes(self, batch: Any) -> list[str]:
-        """Return the leaves that are split, with shapes, if the layout was inferred; else none."""
-        if self._inferred is None:
-            return []
-        return [
-            f"{path_text(path)} {tuple(leaf.shape) if is_array(leaf) else f'({len(leaf)},)'}"
-            for path, leaf in self._inferred.leaves(batch)
-        ]
+        A batch of which it is not clear where samples are stays whole.
+        """
+        try:
+            layout = self._layout(batch)
+            samples = one_size(layout.sizes(batch))
+        except ValueError as error:
+            self._warn_of_whole(wanted, str(error))
+            return BatchLayout({}), 1
+        self._log(layout, batch, wanted)
+        return layout, samples
 
     def _layout(self, batch: Any) -> BatchLayout:
         if self.collates_as_usual:
@@ -199,6 +178,15 @@ class _LoaderBatches:
         if self._inferred is None or not self._inferred.fits(batch):
             self._inferred = inferred(batch, self.batch_size)
         return self._inferred
+
+    def _warn_of_whole(self, wanted: int, why: str) -> None:
+        """Warn once that batches stay whole."""
+        if not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{self.name.capitalize()} batches stay whole, so microbatches={wanted} has no "
+                f"effect and stages wait for one another: {why}. {_ASK}" + see("batches")
+            )
 
     def _log(self, layout: BatchLayout, batch: Any, wanted: int) -> None:
         """Log the layout once."""
@@ -210,13 +198,9 @@ class _LoaderBatches:
         if layout.objects and not layout.dims:
             kind = f"a {type(batch).__module__}.{type(batch).__name__}"
             content = kind if layout.objects == ((),) else f"nothing but {names} of unknown kind"
-            rank_zero_warn(
-                f"{self.name.capitalize()} batches stay whole, so microbatches={wanted} has no "
-                f"effect and stages wait for one another: a batch is {content}, of which it is not "
-                f"known how to cut samples out of it. {ASK}" + see("batches")
-            )
+            self._warn_of_whole(wanted, f"a batch is {content}, so samples cannot be cut out of it")
         elif layout.objects:
             rank_zero_warn(
                 f"Every micro-batch gets the whole {names}: such an object has no known batch "
-                f"dimension. If it holds something for each sample: {ASK}" + see("batches")
+                f"dimension. If it holds something for each sample: {_ASK}" + see("batches")
             )

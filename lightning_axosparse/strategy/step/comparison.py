@@ -90,14 +90,8 @@ class _ComparedStep(StageStep):
         super().__init__(*shared)
         self._keeps = True
 
-    def forward(self, microbatch: int, received: Message | None) -> Activation:
-        """Run the user's step; if it fails, or has failed before, the next stages do nothing."""
-        try:
-            return super().forward(microbatch, received)
-        except Exception as error:
-            self.batch.failures.append(f"{type(error).__name__}: {error}")
-            self.activations.append(Activation(failed=Rerun.READS))
-            return self.activations[-1]
+    def _catches(self, error: Exception) -> bool:
+        return True
 
     def _new_run(self, microbatch: int, received: Message) -> StepRun:
         run = super()._new_run(microbatch, received)
@@ -219,9 +213,11 @@ class Comparison:
         for stage in stage_module.stages:
             failed = {each.failed for each in (*whole[stage], *parts[stage])} - {None}
             if failed:
-                failures, mixes = self._step.failures, Rerun.MIXES in failed
-                text = "a run raised " + ", ".join(failures or ["an error"])
-                return ComparisonResult(text, reads_more=not (failures or mixes), mixes=mixes)
+                text = "a run raised " + ", ".join(
+                    dict.fromkeys(self._step.failures or ["an error"])
+                )
+                reads_more, mixes = failed == {Rerun.READS}, Rerun.MIXES in failed
+                return ComparisonResult(text, reads_more=reads_more, mixes=mixes)
             known, differences = learn(whole[stage][0], parts[stage], sizes, self._tolerance)
             worst = [(key, by) for key, by in differences if not by <= self._tolerance]
             if worst and layers is None:

@@ -6,6 +6,7 @@ of training epochs.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -43,8 +44,9 @@ class LoaderSteps:
         draws: whether the step draws random numbers outside the layers.
         drawn: where samples lie in these; None if no batch could be compared.
         has_other_effects: whether the step does more than to return a loss and to log it.
+        is_undivided: whether all batches run as one micro-batch.
         batches: number of batches so far.
-        undivided: number of those that had to run as one micro-batch.
+        undivided: number of those that had to run as one micro-batch, as it was seen in them.
     """
 
     reads: dict[int, StageReads] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class LoaderSteps:
     draws: bool = False
     drawn: Sequence[DrawnSamples] | None = None
     has_other_effects: bool = False
+    is_undivided: bool = False
     batches: int = 0
     undivided: int = 0
     _compared: int = 0
@@ -99,12 +102,18 @@ class StepLearner:
         self._free, self._tolerance = free, tolerance
         self._reported: set[str] = set()
 
-    def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
-        """Probe which values stages read, and compare a batch that is due."""
+    def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> Batch:
+        """Probe which values stages read, and compare a batch that is due.
+
+        Returns:
+            The batch, with one micro-batch if it cannot be divided.
+        """
         trains = self._trainer.training
         is_due = known.begin_batch(trains and self._trainer.fit_loop.batch_idx == 0)
         if not step.microbatches:
-            return
+            return step
+        if known.is_undivided:
+            step = undivided(step)
         if known.crossing is None and run.pipeline.is_divided:
             self._probe(run, known, step)
         declared = self._reduction if trains else None
@@ -112,23 +121,33 @@ class StepLearner:
         runs_parts = run.pipeline.is_divided or declared is not None
         if is_due and len(step.microbatches) > 1 and runs_parts:
             self._compare(run, known, step, declared)
+        return undivided(step) if known.is_undivided else step
 
-    def run_again(self, run: OpenPipeline, known: LoaderSteps, rerun: Rerun) -> None:
-        """Prepare for a batch to run again, after its effects were dropped."""
+    def run_again(self, run: OpenPipeline, known: LoaderSteps, step: Batch, rerun: Rerun) -> Batch:
+        """Prepare for a batch to run again, after its effects were dropped.
+
+        Returns:
+            The batch, with one micro-batch if it cannot be divided.
+        """
         run.effects.begin_batch()
         known.draws |= rerun is Rerun.DRAWS
         known.mixes |= rerun is Rerun.MIXES
         known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
         if rerun is Rerun.READS:
             known.crossing = None
-        if rerun is Rerun.SAMPLES:
-            self._count_undivided(known)
         if rerun is Rerun.HAS_OTHER_EFFECTS and not run.pipeline.is_divided:
             self.warn(
                 f"training_step does more than to return a loss and to log it, so AxoSparseStrategy"
                 f"(loss={self._reduction!r}) saves no memory on one stage: batches pass as a whole."
                 + see("losses")
             )
+        if rerun not in (Rerun.SAMPLES, Rerun.FAILS):
+            return step
+        if rerun is Rerun.FAILS:
+            known.is_undivided |= known.batches == 1
+            self._warn_of_failure(known, step)
+        self._count_undivided(known, rerun)
+        return undivided(step)
 
     def _compare(
         self, run: OpenPipeline, known: LoaderSteps, step: Batch, declared: Reduction | None
@@ -148,7 +167,7 @@ class StepLearner:
             else:
                 break
         if result.layers is not None:
-            raise self._layers_differ(result, step)
+            self._report_layers(known, result, step)
         if result.loss:
             raise self._loss_differs(result, step)
         for key, layouts in result.layouts.items():
@@ -192,13 +211,23 @@ class StepLearner:
         with run.layers_rewound(run.stage_module.stages):
             known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
 
-    def _count_undivided(self, known: LoaderSteps) -> None:
+    def _warn_of_failure(self, known: LoaderSteps, step: Batch) -> None:
+        """Warn of an error in a run on a micro-batch, on the rank that has raised it."""
+        for error in step.failures[: not known.undivided]:
+            warnings.warn(
+                f"A run of {self._where(step)}, on one of {len(step.microbatches)} micro-batches, "
+                f"raised {error}\nSo the batch runs as one micro-batch, on one stage after the "
+                "other. The result is exact, but stages wait for each other." + see("batches"),
+                stacklevel=2,
+            )
+
+    def _count_undivided(self, known: LoaderSteps, rerun: Rerun) -> None:
         """Count a batch that runs as one micro-batch, and warn if there are many."""
         known.undivided += 1
         if known.undivided == _MANY_UNDIVIDED:
             self.warn(
                 f"{_MANY_UNDIVIDED} of {known.batches} batches had to run as one micro-batch, on "
-                f"one stage after the other, since {Rerun.SAMPLES.value}. Results are exact, but "
+                f"one stage after the other, since {rerun.value}. Results are exact, but "
                 "stages wait for each other." + see("losses")
             )
 
@@ -230,16 +259,39 @@ class StepLearner:
             "function that returns their number for a micro-batch." + see("losses")
         )
 
-    def _layers_differ(self, result: ComparisonResult, step: Batch) -> MisconfigurationException:
-        """Return the error of layers whose outputs differ for micro-batches."""
+    def _report_layers(self, known: LoaderSteps, result: ComparisonResult, step: Batch) -> None:
+        """Report that layers compute something else for micro-batches than for the batch.
+
+        From this batch on, no batch is divided then.
+
+        Raises:
+            MisconfigurationException: if earlier batches may have been wrong, as they were divided
+                and other values do not show in them.
+        """
         assert result.layers is not None
         _, name, by = result.layers
-        much = "of other shapes or kinds" if by == float("inf") else f"that differs by {by:.1%}"
-        return MisconfigurationException(
-            f"In {self._where(step)}, {name} gives something {much} for {len(step.microbatches)} "
-            "micro-batches than for the whole batch: it, or a layer or code between layers before "
-            "it, compares samples with each other, or uses a statistic or a count of the batch. "
-            "AxoSparseStrategy(microbatches=1) is exact; GroupNorm or LayerNorm need no statistics "
-            "of the batch; a loss of such values belongs behind the layers, where the step sees the"
-            " whole batch." + see("losses")
+        shows = by == float("inf")
+        apart = "other shapes or kinds" if shows else f"a difference of {by:.1%}"
+        text = (
+            f"In {self._where(step)}, {name} gives something else for {len(step.microbatches)} "
+            f"micro-batches than for the whole batch ({apart}): it, or a layer or code between "
+            "layers before it, compares samples with each other, or uses a statistic or a count of "
+            "the batch."
         )
+        if known.batches > 1 and not shows:
+            raise MisconfigurationException(
+                f"{text} Earlier batches may have been computed differently, too. "
+                "AxoSparseStrategy(microbatches=1) is exact." + see("losses")
+            )
+        known.is_undivided = True
+        self.warn(
+            f"{text} So batches run as one micro-batch, on one stage after the other. Results are "
+            "exact, but stages wait for each other. GroupNorm or LayerNorm need no statistics of "
+            "the batch; a loss of such values belongs behind the layers, where the step sees the "
+            "whole batch." + see("losses")
+        )
+
+
+def undivided(step: Batch) -> Batch:
+    """Return a batch with one micro-batch."""
+    return replace(step, microbatches=[step.whole])

@@ -237,19 +237,19 @@ class StepRunner:
                 microbatches=microbatches,
                 fingerprint=self._fingerprint(batch),
                 effects=run.effects,
+                # Else, ranks that share layers would wait for each other's collectives.
+                may_fail=stage_module.groups.ordered is None,
             )
             known = self._known[origin.key]
             trained = partial(self._trained, share=share)
             pass_through = trained if self._trainer.training else self._evaluated
-            with run.rng.batch(), self._splitter.explained(origin, batch):
+            with run.rng.batch():
                 run.effects.settings.begin_batch()
                 run.effects.begin_batch()
-                self._learner.begin_batch(run, known, step)
+                step = self._learner.begin_batch(run, known, step)
                 result = pass_through(known, step)
                 while result.rerun is not None:
-                    self._learner.run_again(run, known, result.rerun)
-                    if result.rerun is Rerun.SAMPLES:
-                        step = replace(step, microbatches=[step.whole])
+                    step = self._learner.run_again(run, known, step, result.rerun)
                     result = pass_through(known, step)
                 return self._applied(result)
 

@@ -166,12 +166,11 @@ class Adjacent(Net):
         return super().compute(batch["other"] @ batch["x"])
 
 
-def test_what_is_no_samples_and_as_long_as_a_batch_is_named() -> None:
-    batch = {"x": torch.rand(6, WIDTH), "other": torch.eye(6)}
-    words = r"RuntimeError.*\n.*batch\['x'\] \(6, 4\), batch\['other'\] \(6, 6\)"
-    with pytest.raises(MisconfigurationException, match=rf"(?s){words}.*split_batch"):
-        trainer().fit(Adjacent(), made(batch))
-    trainer(split_batch=lambda batch, _: [batch]).fit(Adjacent(), made(batch))
+def test_what_is_no_samples_and_as_long_as_a_batch_leaves_it_whole() -> None:
+    batch, module = {"x": torch.rand(6, WIDTH), "other": torch.eye(6)}, Adjacent()
+    with pytest.warns(UserWarning, match=r"(?s)on one of 2 micro-batches, raised RuntimeError"):
+        trainer().fit(module, made(batch))
+    assert [len(each) for each in module.seen] == [6]
 
 
 class Weighted(Net):
@@ -207,7 +206,7 @@ def test_behind_the_layers_what_is_no_samples_is_whole(split_batch: Any) -> None
             DataLoader(
                 torch.rand(8, 3, WIDTH), 4, collate_fn=lambda s: (torch.stack(s, 1), torch.ones(4))
             ),
-            r"batch\[0\] of shape \(3, 4, 4\) .* batch\[1\] has 4 samples",
+            r"batch\[0\] of shape \(3, 4, 4\), as batch\[1\] has 4 samples",
         ),
         (
             CombinedLoader([DataLoader(torch.rand(8, WIDTH), n) for n in (2, 4)]),
@@ -215,9 +214,10 @@ def test_behind_the_layers_what_is_no_samples_is_whole(split_batch: Any) -> None
         ),
     ],
 )
-def test_ambiguous_batches_are_refused(batches: Any, named: str) -> None:
-    with pytest.raises(ValueError, match=rf"{named}.*split_batch"):
+def test_ambiguous_batches_stay_whole(batches: Any, named: str, cut: list[Any]) -> None:
+    with pytest.warns(UserWarning, match=rf"Train batches stay whole.*{named}.*split_batch"):
         fit(batches)
+    assert {len(parts) for parts in cut} == {1}
 
 
 def test_a_split_of_ones_own(cut: list[Any]) -> None:

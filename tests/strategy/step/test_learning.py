@@ -387,20 +387,96 @@ def test_a_step_that_draws_for_the_batch_alone_is_not_by_parts() -> None:
         train(mse, pipeline(loss="mean"), make=OnTheBatch)
 
 
-def test_layers_that_compare_samples_are_refused_with_epoch_and_batch() -> None:
-    class Standardize(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x - x.mean(0) if x.abs().max() > 1.5 else x
+class Centered(nn.Module):
+    """Subtracts the mean over samples, from the n-th call on that counts."""
 
-    class WithStatistics(Net):
+    def __init__(self, first: int = 0) -> None:
+        super().__init__()
+        self.calls, self.first = 0, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x - x.mean(0) if self.calls > self.first else x
+
+
+class WithStatistics(Net):
+    def __init__(self, loss: Step, layer: nn.Module | None = None) -> None:
+        super().__init__(loss)
+        self.model.insert(1, layer or Centered())
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+def test_layers_that_compare_samples_leave_batches_undivided(loss: Any) -> None:
+    words = r"epoch 0, batch 0, .*'model\.0' to 'model\.2' gives something .*as one micro-batch"
+    with pytest.warns(UserWarning, match=words):
+        assert_equals_one_process(mse, WithStatistics, loss=loss)
+
+
+def test_layers_that_compare_samples_later_are_refused_with_epoch_and_batch() -> None:
+    module = WithStatistics(mse, Centered(first=1)).double()
+    with pytest.raises(MisconfigurationException, match=r"epoch 0, batch 1, .*Earlier batches"):
+        trainer(pipeline(), precision="64-true", max_epochs=1).fit(module, loader(32))
+
+
+class OfEight(nn.Module):
+    """A layer of which the number of samples is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(8, 3).tanh()
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+@pytest.mark.parametrize("place", ["in a layer", "before"])
+def test_a_batch_of_which_a_micro_batch_fails_runs_undivided(loss: Any, place: str) -> None:
+    class Failing(Net):
         def __init__(self, loss: Step) -> None:
             super().__init__(loss)
-            self.model.insert(0, Standardize())
+            if place == "in a layer":
+                self.model.insert(2, OfEight())
 
-    with pytest.raises(MisconfigurationException, match=r"epoch 0, batch 0, .*'model\.0'"):
-        trainer(pipeline(), precision="64-true", max_epochs=1).fit(
-            WithStatistics(mse).double(), loader(16)
-        )
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            if place == "before":
+                x = x.view(8, 3)
+            return self.given(self, self.model(x), y)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert_equals_one_process(mse, Failing, loss=loss)
+    texts = [str(w.message) for w in said if "on one of 4 micro-batches, raised" in str(w.message)]
+    (text,) = texts
+    assert "RuntimeError: shape '[8, 3]' is invalid" in text
+
+
+def test_only_some_batches_run_undivided() -> None:
+    """Layers want batches of at least two samples, and the last batch has fewer for each part."""
+
+    class Pairs(Net):
+        def __init__(self, loss: Step) -> None:
+            super().__init__(loss)
+            self.sizes: list[int] = []
+            self.model[3].register_forward_hook(lambda m, a, output: self.sizes.append(len(output)))
+            self.model[3].register_forward_pre_hook(self.check)
+
+        def check(self, layer: nn.Module, args: tuple[Tensor]) -> None:
+            if len(args[0]) < 2:
+                raise IndexError("of one sample")
+
+    module = train(mse, pipeline(), samples=8 + 8 + 5, make=Pairs)
+    assert module.sizes[-1] == 5
+    assert max(module.sizes[:-1]) == 8, "that of a comparison"
+    theirs = train(mse, "auto", samples=8 + 8 + 5, make=Pairs)
+    torch.testing.assert_close(module.losses, theirs.losses, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+def test_an_error_that_the_undivided_batch_raises_is_raised(loss: Any) -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        train(mse, pipeline(loss=loss), make=Failing)
 
 
 def test_backward_hooks_inside_layers_are_named() -> None:

@@ -1,0 +1,203 @@
+"""Batches that cannot be divided into micro-batches pass through the stages whole.
+
+All rows run in one job of two ranks, in float64. Each warns, and equals one process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.test_front import SAMPLES, WIDTH, Network
+from tests.ranks import run_ranks
+
+BATCHES = 5
+
+
+class Validated(Network):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", self.loss(batch[0], batch_idx))
+
+
+class Centered(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0)).tanh()
+
+
+class WithCentered(Validated):
+    """A layer of the second stage compares samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2] = Centered(WIDTH, WIDTH)
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.residual(self.embedding(x)).square().mean()
+
+
+class OverSamples(Validated):
+    """Attention over the samples of the batch, as of a transformer with its dimensions swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape = {"dim_feedforward": WIDTH, "dropout": 0.0, "dtype": torch.float64}
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(WIDTH, 2, **shape) for _ in range(4))
+        )
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.layers(self.embedding(x)).square().mean()
+
+
+class Recurrent(nn.Module):
+    """Begins with a state of the hyperparameters' number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+        self.register_buffer("state", torch.zeros(SAMPLES, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x, self.state)
+
+
+class OfGivenSize(Validated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Recurrent() for _ in range(4))
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.residual(self.embedding(x)).square().mean()
+
+
+class SomeOfGivenSize(Validated):
+    """Some batches are divided."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = x.view(SAMPLES, WIDTH) if index in (2, 4) else x
+        return self.residual(self.embedding(x)).square().mean()
+
+
+class Packed(nn.LSTM):
+    def forward(self, x: PackedSequence) -> PackedSequence:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+class PackedSequences(Validated):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Packed(WIDTH, WIDTH, batch_first=True) for _ in range(4)))
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        sequences = self.embedding(x[:, :, None].expand(-1, -1, WIDTH))
+        lengths = (x > 0).sum(1).clamp(1)
+        packed = pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
+        output, _ = pad_packed_sequence(self.layers(packed), batch_first=True)
+        return output.square().mean()
+
+
+class SelectedRows(Validated):
+    """The second half of the layers computes some of the samples."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        x = x[x[:, 0] > -0.3] if index % 3 else x
+        return self.residual(x).square().mean()
+
+
+class SelectedBehindLayers(Validated):
+    """A layer gives rows for some of the samples, in batches that are not compared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers, Selecting(WIDTH, WIDTH))
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        self.layers[-1].selects = index in (2, 4)
+        return self.layers(self.embedding(x)).square().mean()
+
+
+class Selecting(nn.Linear):
+    selects = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x[x[:, 0] > x[:, 0].median()] if self.selects else x
+
+
+class Graphs(Validated):
+    """Nodes of all samples, and the edges between them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        nodes, edges, graphs = batch
+        x = self.embedding(nodes)
+        for layer in self.layers:
+            x = x + layer(torch.zeros_like(x).index_add(0, edges[1], x[edges[0]])).tanh()
+        pooled = torch.zeros(int(graphs.max()) + 1, WIDTH, dtype=x.dtype).index_add(0, graphs, x)
+        return pooled.square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validation", self.training_step(batch, batch_idx))
+
+
+ROWS: dict[str, type[Network]] = {
+    each.__name__: each
+    for each in (
+        *(WithCentered, OverSamples, OfGivenSize, SomeOfGivenSize, PackedSequences),
+        *(SelectedRows, SelectedBehindLayers, Graphs),
+    )
+}
+
+
+def graphs(samples: list[tuple[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Make a batch of graphs of one to four nodes, in a ring."""
+    counts = [1 + int(4 * x[0].abs()) % 4 for (x,) in samples]
+    nodes = torch.cat([x.expand(n, -1) for (x,), n in zip(samples, counts, strict=True)])
+    index = torch.arange(len(nodes))
+    of_graph = torch.repeat_interleave(torch.arange(len(samples)), torch.tensor(counts))
+    return nodes, torch.stack([index, index.roll(1)]), of_graph
+
+
+def train(row: str, strategy: Any, ranks: int = 1) -> Record:
+    L.seed_everything(0, verbose=False)
+    x = torch.randn(BATCHES * SAMPLES, WIDTH, dtype=torch.float64)
+    module, collate = ROWS[row](), graphs if row == "Graphs" else None
+    loader = DataLoader(TensorDataset(x), SAMPLES, collate_fn=collate)
+    run = trainer(strategy, ranks, precision="64-true", max_epochs=2)
+    run.fit(module, loader, loader)
+    return recorded(run, module)
+
+
+def train_rows() -> dict[str, tuple[Record, list[str]]]:
+    """Eight samples, in four micro-batches."""
+    records = {}
+    for row in ROWS:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            strategy = AxoSparseStrategy(2, microbatches=4, pipeline="layers")
+            record = train(row, strategy, ranks=2)
+        records[row] = record, [str(each.message) for each in said]
+    return records
+
+
+@pytest.fixture(scope="module")
+def on_ranks() -> Any:
+    return run_ranks(2, train_rows)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_batch_that_is_not_divided_is_that_of_one_process(row: str, on_ranks: Any) -> None:
+    record = train(row, "auto")
+    for rank in on_ranks:
+        assert difference(record, rank[row][0]) <= 1e-12
+    said = [text for rank in on_ranks for text in rank[row][1]]
+    assert any("stages wait for" in text for text in said)
