@@ -154,6 +154,11 @@ class Batch:
         """The number of samples in each micro-batch."""
         return [part.size for part in self.microbatches]
 
+    @property
+    def may_read_more(self) -> bool:
+        """Whether a value that was not sent may be there when the batch runs again."""
+        return self.crossing is not None or len(self.microbatches) > 1
+
     def sent(self, stage: int) -> SentValues:
         """Return the values that a stage sends."""
         return SentValues() if self.crossing is None else self.crossing[stage]

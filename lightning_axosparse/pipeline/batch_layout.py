@@ -50,7 +50,8 @@ class BatchLayout:
         """Whether a batch has the same leaves as the batch from which the layout was inferred."""
         reached = {path for path, node in nodes(batch, self.dims) if _may_have_samples(node)}
         known = set(self.dims) | set(self.whole)
-        cut = {path for path, _ in nodes(batch, self.dims)} & set(self.dims)
+        present = {path for path, node in nodes(batch, self.dims) if node is not None}
+        cut = present & set(self.dims)
         return cut == set(self.dims) and reached <= known
 
     def cut(self, batch: Any, lo: int, hi: int) -> Any:

@@ -25,9 +25,11 @@ from lightning_axosparse.pipeline.crossing.message import (
     detached_message,
 )
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
+from lightning_axosparse.pipeline.generators import Generators
 from lightning_axosparse.pipeline.microbatch import MicroBatch
-from lightning_axosparse.pipeline.rerun import Rerun
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
+from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.support.troubleshooting import see
 
 Reduction: TypeAlias = Literal["mean", "sum"] | Callable[[Any], float]
@@ -108,6 +110,8 @@ class PartedStageStep(TrainingStageStep):
         self._keeps = keeps
         self._weights = LossWeights(reduction, self.batch.microbatches)
         self._losses: list[Tensor] = []
+        self._drawn: list[Generators] = []
+        """The states of the generators after each micro-batch, if the step draws."""
         self.returns_mapping = False
         """Whether the step returns a dict with the loss."""
 
@@ -134,6 +138,8 @@ class PartedStageStep(TrainingStageStep):
         with self.batch.effects.of_part(), measured:
             output = self._run_step(run, self.batch.microbatches[microbatch])
         self._losses.append(loss_of(output))
+        if self._keeps and self.batch.numbers:
+            self._drawn.append(self.batch.rng.present())
         self.returns_mapping = isinstance(output, Mapping)
         self.rerun = self.rerun or self._why_again(run, output)
         return EMPTY if run.sent_here is None else detached_message(run.sent_here)[1].content
@@ -162,6 +168,20 @@ class PartedStageStep(TrainingStageStep):
         else:  # It is all padding, for example: its loss may be NaN.
             exchange_nothing([loss])
         self._losses[microbatch] = loss.detach()
+
+    def run_on_batch(self) -> Any:
+        """Run the end of the step on the batch, after the micro-batches; return the output.
+
+        Raises:
+            MisconfigurationException: if it does something else there.
+        """
+        try:  # With a graph, as the step may run a backward pass of its own.
+            output = StepEnd(self.batch).run(self.activations)
+        except RunAgain as error:  # Gradients have been added, so it is too late for that.
+            raise not_by_parts(f"On the batch, unlike on its parts, {error}") from None
+        if not all(states.match_python_and_numpy() for states in self._drawn):
+            raise not_by_parts("The step draws a number for each sample from NumPy or Python")
+        return output
 
     @property
     def loss(self) -> Tensor:

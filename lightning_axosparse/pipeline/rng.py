@@ -170,10 +170,13 @@ class SampledNumbers(PausableOperatorMode):
 
     Attributes:
         problem: why a micro-batch did not get its rows; None if it did.
+        mixes_between: whether that was between layers.
         has_drawn_own: whether a generator of the user's has drawn.
+        outside: the states of the code outside the layers, before the last layer of a run.
+        ends: those at the end of each run on a micro-batch, on the last stage.
     """
 
-    has_drawn_own = False
+    has_drawn_own = mixes_between = False
 
     def __init__(
         self,
@@ -190,8 +193,8 @@ class SampledNumbers(PausableOperatorMode):
         self._used, self._first, self._end = 0, 0, samples
         self._own_states: dict[torch.Generator, Tensor] = {}
         """The states that the user's own generators had before the run."""
-        self._outside: Generators | None = None
-        """The states of the code outside the layers; None before the layers are seeded."""
+        self.outside: Generators | None = None
+        self.ends: list[Generators] = []
         self._inside: Generators | None = None
         """The states of the layers."""
 
@@ -205,7 +208,7 @@ class SampledNumbers(PausableOperatorMode):
             counts: whether the user's own generators stay as the run leaves them.
         """
         self._used, self._first, self._end = 0, first, end
-        self._outside = self._inside = None
+        self.outside = self._inside = None
         try:
             yield
         finally:
@@ -215,19 +218,19 @@ class SampledNumbers(PausableOperatorMode):
 
     def begin_layers(self) -> None:
         """Keep the states of the code outside the layers, which are seeded next."""
-        self._outside = Generators(self._device)
+        self.outside = Generators(self._device)
 
     def pause(self) -> None:
         """Set the states of the layers, once they have been seeded."""
         if self._inside is not None:
-            self._outside = Generators(self._device)
+            self.outside = Generators(self._device)
             self._inside.restore(self._device)
 
     def resume(self) -> None:
         """Set the states that the code before the layer has left."""
-        if self._outside is not None:
+        if self.outside is not None:
             self._inside = Generators(self._device)
-            self._outside.restore(self._device)
+            self.outside.restore(self._device)
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator; if it draws, replace the numbers by those of the samples."""
@@ -263,6 +266,7 @@ class SampledNumbers(PausableOperatorMode):
         numbers = _of_samples(drawn.numbers, tensor.shape, self._first, self._end, self._samples)
         if numbers is None or mixes:
             self.problem = f"{_name(func)} draws numbers that belong to no single sample"
+            self.mixes_between |= self.outside is not None
             return output
         tensor.detach().copy_(numbers)
         if func is torch.ops.aten.native_dropout.default:  # dropout on CUDA; it returns its mask

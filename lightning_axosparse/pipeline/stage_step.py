@@ -26,6 +26,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
+from lightning_axosparse.pipeline.rng import SampledNumbers
 from lightning_axosparse.pipeline.stage_forward import StageEdge
 from lightning_axosparse.pipeline.step_front import StepFront
 from lightning_axosparse.support.troubleshooting import see
@@ -68,18 +69,35 @@ class StageStep:
             try:
                 run = self._new_run(microbatch, message)
                 activation = self._passed(run, microbatch)
+                if (numbers := self.batch.numbers.get(self.stage)) is not None:
+                    self._check_numbers(numbers)
             except RunAgain as error:
                 activation = Activation(failed=error.why)
-            except UnsentValueError:
-                activation = Activation(failed=Rerun.READS)
             except Exception as error:
-                if not self._catches(error):
-                    raise
-                self.batch.failures.append(f"{type(error).__name__}: {error}")
-                activation = Activation(failed=Rerun.FAILS)
+                activation = Activation(failed=self._why_failed(error))
         if self._keeps:
             self.activations.append(activation)
         return activation
+
+    def _check_numbers(self, numbers: SampledNumbers) -> None:
+        """Check that a micro-batch has drawn its part of the batch's random numbers.
+
+        Raises:
+            RunAgain: if numbers between layers belong to no single sample.
+        """
+        if numbers.mixes_between:
+            raise RunAgain(Rerun.SAMPLES)
+        if self._keeps and numbers.outside is not None:
+            numbers.ends.append(numbers.outside)
+
+    def _why_failed(self, error: Exception) -> Rerun:
+        """Return why the batch has to run again after an error; raise the error if it has not."""
+        if isinstance(error, UnsentValueError) and self.batch.may_read_more:
+            return Rerun.READS
+        if not self._catches(error):
+            raise error
+        self.batch.failures.append(f"{type(error).__name__}: {error}")
+        return Rerun.FAILS
 
     def _catches(self, error: Exception) -> bool:
         """Whether an error only marks the activation as failed: the batch may run undivided."""

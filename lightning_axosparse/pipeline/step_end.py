@@ -71,6 +71,8 @@ class StepEnd:
             try:
                 return batch.call(run, batch.whole, counts=True)
             except UnsentValueError as error:
+                if not batch.may_read_more:
+                    raise
                 raise RunAgain(Rerun.READS) from error
 
     def gradients(self) -> list[list[Tensor | None]]:
@@ -88,6 +90,10 @@ class StepEnd:
         """
         context = ExitStack()
         context.enter_context(self._batch.effects.behind_layers())
+        numbers = self._batch.numbers.get(self._batch.layers.end)
+        # Else NumPy or Python draw a number for each sample.
+        if numbers is not None and not all(e.match_python_and_numpy() for e in numbers.ends):
+            raise RunAgain(Rerun.SAMPLES)
         if draws is not None:
             if draws.has_drawn():
                 raise RunAgain(Rerun.DRAWS)

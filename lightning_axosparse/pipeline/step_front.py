@@ -8,7 +8,7 @@ runs it on the batch, and they are replaced as well.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -51,11 +51,15 @@ class StepFront:
         self._batch, self._stage, self.parameters = batch, stage, parameters
         self._whole: dict[_Key, Tensor] = {}
         """The values of the batch."""
+        self._functions: list[Callable[..., Any]] = []
+        """The functions that have computed them."""
         self._arguments: dict[Hashable, int] = {}
         """The number of tensors in each argument of the first layer."""
         self._axes: dict[_Key, Axis | None] = {}
         self._leaves: dict[_Key, list[tuple[MicroBatch, Tensor]]] = {}
         self._error: Exception | None = None
+        self._unlike = Rerun.SAMPLES if batch.mixes else Rerun.MIXES
+        """What to know if values of a micro-batch are none of the batch."""
         self._differ: list[Tensor] = []
         """Whether results of micro-batches and of the batch differ."""
         self._drawn: Generators | None = None
@@ -67,6 +71,7 @@ class StepFront:
 
         def end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
             self._drawn = batch.rng.present() if batch.numbers else None
+            self._functions = front.functions
             for place, result in front.alive().items():
                 self._whole[place] = result
             for name, value in _arguments(args, kwargs).items():
@@ -106,6 +111,8 @@ class StepFront:
             if self._drawn is not None and not self._drawn.match_python_and_numpy():
                 raise RunAgain(Rerun.SAMPLES)  # It draws a number for each sample.
             results = {} if mixes else front.alive()
+            if front.functions != self._functions:
+                results = self._of_other_branch(front)
             front.end_front(rows)
             if results or self._differ:
                 self._compare(part, results)
@@ -116,6 +123,19 @@ class StepFront:
             return tuple(new[n] for n in range(len(args))), {name: new[name] for name in kwargs}
 
         run.at_first_layer = at_first_layer
+
+    def _of_other_branch(self, front: FrontValues) -> dict[Place, Tensor]:
+        """Return the results of a micro-batch that has taken another branch than the batch has.
+
+        If later code reads equal results, that makes no difference. So they have the places of
+        those of the batch, with which they are compared.
+        """
+        self._unlike, own = Rerun.SAMPLES, front.alive()
+        places = sorted(place for place in self._whole if isinstance(place, Place))
+        computed_by = _functions(places, self._functions)
+        if self._batch.mixes or _functions(sorted(own), front.functions) != computed_by:
+            raise RunAgain(self._why_unlike())
+        return {place: own[other] for place, other in zip(places, sorted(own), strict=True)}
 
     def _compare(self, part: MicroBatch, results: Mapping[Place, Tensor]) -> None:
         """Check that a micro-batch computes itself the rows of the batch's results.
@@ -142,9 +162,8 @@ class StepFront:
 
     def _why_unlike(self) -> Rerun:
         """Return why values of a micro-batch are none of the batch, and so what has to be known."""
-        if not self._batch.numbers and self._batch.rng.has_drawn():
-            return Rerun.DRAWS
-        return Rerun.SAMPLES if self._batch.mixes else Rerun.MIXES
+        draws = not self._batch.numbers and self._batch.rng.has_drawn()
+        return Rerun.DRAWS if draws else self._unlike
 
     def _argument(self, part: MicroBatch, name: Hashable, value: Any) -> Any:
         """Return a micro-batch's rows of an argument; ``value`` itself if it has other tensors."""
@@ -222,6 +241,13 @@ class StepFront:
                 gradients.append(gradient)
         if outputs:
             torch.autograd.backward(outputs, gradients)
+
+
+def _functions(
+    places: Sequence[Place], functions: Sequence[Callable[..., Any]]
+) -> list[tuple[Callable[..., Any] | None, int]]:
+    """Return the function that has computed each result, with the result's index."""
+    return [(functions[p.result - 1] if p.result else None, p.leaf) for p in places]
 
 
 def _differ(rows: Tensor, own: Tensor) -> Tensor:

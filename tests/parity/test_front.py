@@ -175,11 +175,83 @@ class NoiseBetween(Network):
         return x.square().mean()
 
 
+class BranchOfSamples(Network):
+    """Repairs each sample by itself, but in some batches alone, and in some micro-batches."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        if index in (2, 4, 5) and x.max() > 1.7:
+            x = x.clamp(-1.0, 1.0)
+        return self.residual(self.embedding(x)).square().mean()
+
+
+class BranchOfBatch(Network):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        if x.sum() > 0:
+            x = 1.1 * x
+        x = self.embedding(x)
+        return self.residual(x, x.mean(0)).square().mean()
+
+
+class MixedBetween(Network):
+    """Manifold mixup, in batches that are not compared."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if index in (2, 4, 5):
+                x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+        return x.square().mean()
+
+
+class NumPyBetween(Network):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if index in (2, 4, 5):
+                x = x + torch.from_numpy(np.random.randn(*x.shape))
+        return x.square().mean()
+
+
+class Resampled(Network):
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = x[torch.randint(0, len(x), (len(x),))]
+        return self.residual(self.embedding(x)).square().mean()
+
+
+class IndexedRows(Network):
+    """Numbers of the batch's samples, which are no rows of a micro-batch."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        rows = torch.arange(len(x))
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x + layer(x)[rows, :]
+        return x.square().mean()
+
+
+class OldNorms(Network):
+    """Norms that hooks set as attributes before each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh())
+            for norm in (nn.utils.weight_norm, nn.utils.spectral_norm) * 2
+        )
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.residual(self.embedding(x)).square().mean()
+
+
 ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
         *(LateMixup, Norm, NormOfRows, Condition, Flipped, FullMask, Trimmed, ZeroScores),
         *(NumbersOfNumPy, NoiseBetween, SharedNoise, LateMixupOfRows, Dropout),
+        *(BranchOfSamples, BranchOfBatch, MixedBetween, NumPyBetween, Resampled, IndexedRows),
+        OldNorms,
     )
 }
 

@@ -95,6 +95,7 @@ def test_other_leaves_than_known_do_not_fit() -> None:
     assert layout.fits({"x": torch.rand(2, 1), "n": 5})
     assert not layout.fits({"x": torch.rand(2, 1), "y": torch.rand(2), "n": 5})
     assert not layout.fits({"n": 5})
+    assert not layout.fits({"x": None, "n": 5})
 
 
 class Pair(NamedTuple):

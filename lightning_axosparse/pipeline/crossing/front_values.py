@@ -1,9 +1,9 @@
 """Follows the values that code before the first layer computes, such as residuals and conditions.
 
 The code before the layers runs once on the whole batch, but each stage also runs it on every
-micro-batch, to reach its layers. Both runs number the results of torch functions; as they run the
-same code, they give the same numbers. So what a micro-batch has computed can be compared with its
-rows of what the batch has, and be replaced by them where later code reads it.
+micro-batch, to reach its layers. Both runs number the results of torch functions; if they call the
+same functions, they give the same numbers. So what a micro-batch has computed can be compared with
+its rows of what the batch has, and be replaced by them where later code reads it.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ class FrontValues(PausableMode):
     def __init__(self, replaces: bool = False) -> None:
         super().__init__()
         self.replaces = replaces
+        self.functions: list[Callable[..., Any]] = []
+        """The functions that have returned new results, in order."""
         self._results, self._changed, self._is_front = 0, 0, True
         self._places: dict[int, tuple[weakref.ref[Tensor], Place]] = {}
         self._rows: Rows | None = None
@@ -70,13 +72,13 @@ class FrontValues(PausableMode):
         if self._is_front:
             result = func(*args, **kwargs)
             if results := tensors_in(result):
-                self._record(results, tensors_in((args, kwargs)))
+                self._record(func, results, tensors_in((args, kwargs)))
             return result
         if self.replaces:
             args, kwargs = tree_map_only(Tensor, self._replacement, (args, dict(kwargs)))
         return func(*args, **kwargs)
 
-    def _record(self, results: list[Tensor], arguments: list[Tensor]) -> None:
+    def _record(self, func: Any, results: list[Tensor], arguments: list[Tensor]) -> None:
         """Number new results, and arguments that were changed in place.
 
         The latter have numbers of their own, as a norm counts its batches in training alone.
@@ -85,6 +87,7 @@ class FrontValues(PausableMode):
         new = [tensor for tensor in results if id(tensor) not in given]
         if new:
             self._results, self._changed = self._results + 1, 0
+            self.functions.append(func)
         for leaf, tensor in enumerate(new):
             self._places[id(tensor)] = weakref.ref(tensor), Place(-1, self._results, leaf)
         for tensor in results:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -81,7 +82,8 @@ def called_in_order(
     """
     calls = list[str]()
     for with_values in (False, True):
-        succeeded, calls = _record_calls(module, layers, example, with_values)
+        with isolate_rng():
+            succeeded, calls = _record_calls(module, layers, example, with_values)
         containers = {layers[name] for name in calls}
         if succeeded or containers == {*layers.values()}:
             break
@@ -119,7 +121,7 @@ def _record_calls(
     mode = None if with_values else fake_mode()
     arguments: Any = example.args, dict(example.kwargs)
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng([]), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # The module will warn again.
             memo = {} if mode is None else {id(each): mode.from_tensor(each) for each in tensors}
             copied = copy.deepcopy(module, memo)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
+from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
 from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
 
 
@@ -68,7 +69,7 @@ def has_attributes(kind: type) -> bool:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has values on this rank, as a plain block of memory."""
-    if tensor.is_meta or isinstance(tensor, DividedGradient):
+    if tensor.is_meta or isinstance(tensor, DividedGradient | Placeholder):
         return False
     return tensor.layout == torch.strided and not tensor.is_quantized
 

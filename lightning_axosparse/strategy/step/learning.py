@@ -45,7 +45,7 @@ class LoaderSteps:
         drawn: where samples lie in these; None if no batch could be compared.
         has_other_effects: whether the step does more than to return a loss and to log it.
         is_undivided: whether all batches run as one micro-batch.
-        batches: number of batches so far.
+        batches: number of batches so far that can be divided.
         undivided: number of those that had to run as one micro-batch, as it was seen in them.
     """
 
@@ -109,17 +109,18 @@ class StepLearner:
             The batch, with one micro-batch if it cannot be divided.
         """
         trains = self._trainer.training
-        is_due = known.begin_batch(trains and self._trainer.fit_loop.batch_idx == 0)
+        declared = self._reduction if trains else None
         if not step.microbatches:
             return step
         if known.is_undivided:
             step = undivided(step)
         if known.crossing is None and run.pipeline.is_divided:
             self._probe(run, known, step)
-        declared = self._reduction if trains else None
         # Without stages and by a whole loss, the batch passes as a whole.
         runs_parts = run.pipeline.is_divided or declared is not None
-        if is_due and len(step.microbatches) > 1 and runs_parts:
+        if len(step.microbatches) == 1 or not runs_parts:
+            return step
+        if known.begin_batch(trains and self._trainer.fit_loop.batch_idx == 0):
             self._compare(run, known, step, declared)
         return undivided(step) if known.is_undivided else step
 
@@ -134,6 +135,8 @@ class StepLearner:
         known.mixes |= rerun is Rerun.MIXES
         known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
         if rerun is Rerun.READS:
+            if known.crossing is None:  # All values were sent.
+                return undivided(step)
             known.crossing = None
         if rerun is Rerun.HAS_OTHER_EFFECTS and not run.pipeline.is_divided:
             self.warn(

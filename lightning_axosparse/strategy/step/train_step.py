@@ -20,7 +20,7 @@ from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint, checksum
-from lightning_axosparse.pipeline.by_parts import PartedStageStep, not_by_parts
+from lightning_axosparse.pipeline.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
 from lightning_axosparse.pipeline.generators import Generators
 from lightning_axosparse.pipeline.microbatch import MicroBatch, fewest_samples
@@ -29,7 +29,6 @@ from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.pipeline.rng import SampledNumbers
 from lightning_axosparse.pipeline.schedule import SCHEDULES, MessageDriven
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep
-from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.compat.gradients import (
     StashedGradients,
     gradients_are_seen,
@@ -302,10 +301,7 @@ class StepRunner:
             loss = last.loss
             output = {"loss": loss} if last.returns_mapping else loss
             return StepResult(output, with_loss(run.effects.part_calls, loss))
-        try:  # With a graph, as the step may run a backward pass of its own.
-            return self._step_result(StepEnd(last.batch).run(last.activations))
-        except RunAgain as error:  # Gradients have been added, so it is too late for that.
-            raise not_by_parts(f"On the batch, unlike on its parts, {error}") from None
+        return self._step_result(last.run_on_batch())
 
     def _step_result(self, output: Any) -> StepResult:
         """Return the results of the run that counts, on the last stage."""

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import random
 from itertools import combinations, pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.generators import Generators
 from lightning_axosparse.pipeline.shard.partition import (
     Partition,
     UnknownOrderError,
@@ -58,6 +61,7 @@ class Ordered(nn.Module):
         self.head(self.body[0](x))
 
     def alternating(self, x: Tensor) -> float:
+        x = x + random.random() + float(np.random.rand())
         for layer, other in zip(self.head, self.body[1:], strict=True):
             x = other(layer(x))
         self.body[0](x)
@@ -85,8 +89,11 @@ def test_containers_are_found_in_the_order_of_their_calls() -> None:
         assert model.calls == 0
         assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
         assert not any(layer._forward_pre_hooks for layer in model.modules())
+    model = Ordered("alternating", x)
+    states = Generators(torch.device("cpu"))
     alternating = ["head.0", "body.1", "head.1", "body.2", "body.0"]
-    assert list(find_layers(Ordered("alternating", x), None, 5)) == alternating
+    assert list(find_layers(model, None, 5)) == alternating
+    assert Generators(torch.device("cpu")) == states, "after an error, too"
     model.body[1].compile()
     assert len(find_layers(model, None, 5)) == 5
 

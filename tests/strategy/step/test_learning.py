@@ -412,6 +412,22 @@ def test_layers_that_compare_samples_leave_batches_undivided(loss: Any) -> None:
         assert_equals_one_process(mse, WithStatistics, loss=loss)
 
 
+def test_the_first_batches_that_are_divided_are_compared() -> None:
+    """Of five samples, no two equal micro-batches can be made."""
+
+    class Validated(WithStatistics):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", self.training_step(batch, batch_idx))
+
+    data = DataLoader(TensorDataset(*loader(12).dataset.tensors), 5)
+    losses = []
+    for strategy in (AxoSparseStrategy(2, 2, transport="loopback"), "auto"):
+        L.seed_everything(0, verbose=False)
+        run = trainer(strategy, precision="64-true", logger=False)
+        losses.append(run.validate(Validated(mse).double(), data, verbose=False)[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
 def test_layers_that_compare_samples_later_are_refused_with_epoch_and_batch() -> None:
     module = WithStatistics(mse, Centered(first=1)).double()
     with pytest.raises(MisconfigurationException, match=r"epoch 0, batch 1, .*Earlier batches"):
