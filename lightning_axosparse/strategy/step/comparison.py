@@ -24,7 +24,12 @@ from torch.nn.modules.dropout import _DropoutNd
 from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
-from lightning_axosparse.pipeline.crossing.message import Activation, Message, detached_message
+from lightning_axosparse.pipeline.crossing.message import (
+    Activation,
+    Message,
+    SidePlace,
+    detached_message,
+)
 from lightning_axosparse.pipeline.crossing.placeholder import UnsentValueError
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import (
@@ -57,8 +62,8 @@ class ComparisonResult(NamedTuple):
 
     Attributes:
         problem: why the runs could not be compared; empty if they could.
-        layers: the first stage whose output differs for the batch, its layer in words, and the
-            relative difference; None if none differs.
+        layers: the first stage whose output differs for the batch, which layer gives it in words,
+            and the relative difference; None if none differs.
         layouts: the layouts of samples in the outputs of the last stage.
         draws: whether the step draws random numbers outside the layers.
         guessed_wrong: whether micro-batches got the random numbers of other samples.
@@ -222,17 +227,20 @@ class Comparison:
             worst = [(key, by) for key, by in differences if not by <= self._tolerance]
             if worst and layers is None:
                 key, by = worst[0]
-                layers = stage, self._named(stage, layer_of(key)), by
+                layers = stage, self._gives(stage, key), by
             if stage == stage_module.last_stage:
                 layouts = known
         return ComparisonResult(layers=layers, layouts=layouts)
 
-    def _named(self, stage: int, index: int) -> str:
-        """Return a layer in words; for -1, the last layer of a stage, or one before it."""
+    def _gives(self, stage: int, key: Any) -> str:
+        """Return in words which layer of a stage, or of those before it, gives or sets a value."""
         names, part = self._stage_module.layers.names, self._stage_module.layers.part(stage)
+        index, place = layer_of(key), key[0]
+        if isinstance(place, SidePlace) and not place.of_hook:
+            return f"layer {names[index]!r} sets {place.name!r} to"
         if index >= 0 or len(part) == 1:
-            return f"layer {names[max(index, part[0])]!r}"
-        return f"one of the layers {names[part[0]]!r} to {names[part[-1]]!r}"
+            return f"layer {names[max(index, part[0])]!r} gives"
+        return f"one of the layers {names[part[0]]!r} to {names[part[-1]]!r} gives"
 
     @property
     def drawn(self) -> dict[int, Sequence[DrawnSamples]]:
@@ -294,10 +302,8 @@ class Comparison:
         # Gradients are differences themselves.
         if max(difference(combined, loss.detach()), worst / 10) <= self._tolerance:
             return ""
-        return (
-            f"micro-batches give {float(combined):.6g}, the batch {float(loss):.6g}, or gradients "
-            f"that differ by {worst:.1%}"
-        )
+        apart = f", and gradients that differ by {worst:.1%}" if worst else ""
+        return f"micro-batches give {float(combined):.6g}, the batch {float(loss):.6g}{apart}"
 
     @contextmanager
     def _modes(self) -> Iterator[None]:

@@ -272,11 +272,11 @@ class StepLearner:
                 and other values do not show in them.
         """
         assert result.layers is not None
-        _, name, by = result.layers
+        _, gives, by = result.layers
         shows = by == float("inf")
         apart = "other shapes or kinds" if shows else f"a difference of {by:.1%}"
         text = (
-            f"In {self._where(step)}, {name} gives something else for {len(step.microbatches)} "
+            f"In {self._where(step)}, {gives} something else for {len(step.microbatches)} "
             f"micro-batches than for the whole batch ({apart}): it, or a layer or code between "
             "layers before it, compares samples with each other, or uses a statistic or a count of "
             "the batch."
