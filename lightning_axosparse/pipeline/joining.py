@@ -90,7 +90,7 @@ class SampleLayouts:
     """
 
     known: dict[Hashable, Sequence[SampleLayout]] = field(default_factory=dict)
-    one_view: bool = True
+    one_view: bool = False
     compares: bool = False
 
     def of(self, key: Hashable, parts: Sequence[Any], sizes: Sequence[int]) -> list[SampleLayout]:

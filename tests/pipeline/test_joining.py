@@ -154,7 +154,7 @@ def test_activations_join_by_their_shapes_where_nothing_was_learned() -> None:
 
 
 def test_a_layout_that_does_not_fit_any_longer_is_found_anew() -> None:
-    layouts = SampleLayouts({"key": [Axis(1, 2)]})
+    layouts = SampleLayouts({"key": [Axis(1, 2)]}, one_view=True)
     parts = [torch.rand(4, 2 * size) for size in SIZES]
     assert layouts.of("key", parts, SIZES) == [Axis(1, 2)]
     assert layouts.of("key", [part.t() for part in parts], SIZES) == [Axis(0, 2)]
@@ -170,7 +170,7 @@ def two_views(first: Tensor, second: Tensor, sizes: Sequence[int]) -> list[Activ
 
 def test_a_later_batch_decides_between_layouts() -> None:
     full, padded = torch.ones(SAMPLES, 2), torch.rand(SAMPLES, 2)
-    layouts = SampleLayouts(one_view=False)
+    layouts = SampleLayouts()
 
     def learned(first: Tensor, second: Tensor) -> Sequence[SampleLayout]:
         whole = Activation(torch.cat([first, second]))

@@ -62,6 +62,7 @@ class ComparisonResult(NamedTuple):
 
     Attributes:
         problem: why the runs could not be compared; empty if they could.
+        is_too_large: whether that is so as the batch does not fit into memory at once.
         layers: the first stage whose output differs for the batch, which layer gives it in words,
             and the relative difference; None if none differs.
         layouts: the layouts of samples in the outputs of the last stage.
@@ -86,6 +87,7 @@ class ComparisonResult(NamedTuple):
     counted: Sequence[tuple[AttributePath, int]] = ()
     rewritten: Sequence[tuple[AttributePath, int]] = ()
     warnings: Sequence[str] = ()
+    is_too_large: bool = False
 
 
 class _ComparedStep(StageStep):
@@ -153,8 +155,8 @@ class Comparison:
             changes = any(change for passes in of_parts.values() for change in passes)
             fit, change = zip(*all_gather((taken <= free(), changes), group), strict=True)
             if not all(fit):
-                text = f"its {step.whole.size} samples at once would not fit into memory"
-                return ComparisonResult(text)
+                text = "the samples of a batch at once would not fit into memory"
+                return ComparisonResult(text, is_too_large=True)
             of_again: _Changes = {}
             with patched(self, "_rewinds", False):
                 whole, of_whole = self._passed([step.whole])

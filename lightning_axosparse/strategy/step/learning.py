@@ -175,13 +175,19 @@ class StepLearner:
             raise self._loss_differs(result, step)
         for key, layouts in result.layouts.items():
             known.layouts.narrow(key, layouts)
-        known.layouts = replace(known.layouts, one_view=bool(result.problem))
+        known.layouts = replace(known.layouts, one_view=result.is_too_large)
         known.draws |= result.draws
         run.layer_state.learn(result.counted, result.rewritten)
         for text in result.warnings:
             self.warn(text)
         self._warn_of_backward_hooks(run.stage_module.layers)
-        if result.problem:
+        if result.is_too_large:
+            self.warn(
+                f"{step.step.__name__} is not compared with its micro-batches, as {result.problem}."
+                " So it is taken for granted that layers compute each sample by itself, and that "
+                "the rows of their outputs are in the order of samples." + see("losses")
+            )
+        elif result.problem:
             name, where = step.step.__name__, self._where(step)
             rank_zero_debug(f"{name} could not be compared in {where}: {result.problem}.")
 
