@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.batch import Batch
-from lightning_axosparse.pipeline.crossing.front_values import FrontValues
+from lightning_axosparse.pipeline.crossing.front_values import FrontValues, Number
 from lightning_axosparse.pipeline.crossing.message import Place
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
@@ -53,6 +53,8 @@ class StepFront:
         """The values of the batch."""
         self._functions: list[Callable[..., Any]] = []
         """The functions that have computed them."""
+        self._numbers: list[Number] = []
+        """The numbers that Python has read from tensors of the batch."""
         self._arguments: dict[Hashable, int] = {}
         """The number of tensors in each argument of the first layer."""
         self._axes: dict[_Key, Axis | None] = {}
@@ -71,7 +73,7 @@ class StepFront:
 
         def end(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
             self._drawn = batch.rng.present() if batch.numbers else None
-            self._functions = front.functions
+            self._functions, self._numbers = front.functions, front.numbers
             for place, result in front.alive().items():
                 self._whole[place] = result
             for name, value in _arguments(args, kwargs).items():
@@ -101,7 +103,7 @@ class StepFront:
         mixes = self._batch.mixes
         if not self._whole or (run.stage > 0 and not mixes):
             return
-        front = run.front = FrontValues(replaces=mixes)
+        front = run.front = FrontValues(mixes, self._numbers if mixes else None)
 
         def rows(place: Place, own: Tensor) -> Tensor:
             whole = self._whole.get(place)
@@ -111,7 +113,7 @@ class StepFront:
             if self._drawn is not None and not self._drawn.match_python_and_numpy():
                 raise RunAgain(Rerun.SAMPLES)  # It draws a number for each sample.
             results = {} if mixes else front.alive()
-            if front.functions != self._functions:
+            if front.functions != self._functions or front.numbers != self._numbers:
                 results = self._of_other_branch(front)
             front.end_front(rows)
             if results or self._differ:
@@ -125,15 +127,20 @@ class StepFront:
         run.at_first_layer = at_first_layer
 
     def _of_other_branch(self, front: FrontValues) -> dict[Place, Tensor]:
-        """Return the results of a micro-batch that has taken another branch than the batch has.
+        """Return the results of a micro-batch that has read other numbers than the batch.
 
-        If later code reads equal results, that makes no difference. So they have the places of
-        those of the batch, with which they are compared.
+        If later code reads equal results, another branch makes no difference. So they have the
+        places of those of the batch, with which they are compared.
         """
-        self._unlike, own = Rerun.SAMPLES, front.alive()
+        mixes, own = self._batch.mixes, front.alive()
+        is_alike = _reads(front.numbers) == _reads(self._numbers)
+        is_same = is_alike and front.functions == self._functions
+        if is_same and mixes:
+            return {}
+        self._unlike = Rerun.SAMPLES if mixes or (is_alike and not is_same) else Rerun.MIXES
         places = sorted(place for place in self._whole if isinstance(place, Place))
         computed_by = _functions(places, self._functions)
-        if self._batch.mixes or _functions(sorted(own), front.functions) != computed_by:
+        if mixes or is_same or _functions(sorted(own), front.functions) != computed_by:
             raise RunAgain(self._why_unlike())
         return {place: own[other] for place, other in zip(places, sorted(own), strict=True)}
 
@@ -241,6 +248,10 @@ class StepFront:
                 gradients.append(gradient)
         if outputs:
             torch.autograd.backward(outputs, gradients)
+
+
+def _reads(numbers: Sequence[Number]) -> list[Callable[..., Any]]:
+    return [func for func, _ in numbers]
 
 
 def _functions(

@@ -124,7 +124,7 @@ class Known(NamedTuple):
     """What is known of a step: what crosses the edges of stages, and how it lies."""
 
     crossing: Crossing | None = None
-    layouts: SampleLayouts = SampleLayouts()
+    layouts: SampleLayouts = SampleLayouts(one_view=True)
     mixes: bool = False
 
 

@@ -4,14 +4,18 @@ The code before the layers runs once on the whole batch, but each stage also run
 micro-batch, to reach its layers. Both runs number the results of torch functions; if they call the
 same functions, they give the same numbers. So what a micro-batch has computed can be compared with
 its rows of what the batch has, and be replaced by them where later code reads it.
+
+If Python reads a number from a tensor (``if mask.all()``, ``x.max().item()``), a micro-batch may
+read another one than the batch. Then it gets that of the batch, so that it takes the same branch.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_axosparse.pipeline.crossing.message import Place
@@ -24,6 +28,15 @@ from lightning_axosparse.support.torch_internals import (
     tree_map_only,
 )
 
+_READS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "equal")
+) | {torch.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero}
+"""The functions with which Python reads a number from tensors."""
+
+Number = tuple[Callable[..., Any], Any]
+"""A function that has read a number, and the number."""
+
 Rows = Callable[[Place, Tensor], Tensor]
 """Returns what replaces a result of a micro-batch: its rows of that of the batch."""
 
@@ -34,13 +47,20 @@ class FrontValues(PausableMode):
     Args:
         replaces: whether they are replaced where later code reads them; else the mode is left
             at the first layer.
+        batch: the numbers that the run on the batch has read, which this one gets; None to read
+            its own.
+
+    Attributes:
+        functions: the functions that have returned new results, in order.
+        numbers: the run's own numbers that Python has read.
     """
 
-    def __init__(self, replaces: bool = False) -> None:
+    def __init__(self, replaces: bool = False, batch: Sequence[Number] | None = None) -> None:
         super().__init__()
         self.replaces = replaces
+        self.numbers: list[Number] = []
+        self._of_batch: Sequence[Number] = batch or ()
         self.functions: list[Callable[..., Any]] = []
-        """The functions that have returned new results, in order."""
         self._results, self._changed, self._is_front = 0, 0, True
         self._places: dict[int, tuple[weakref.ref[Tensor], Place]] = {}
         self._rows: Rows | None = None
@@ -71,6 +91,8 @@ class FrontValues(PausableMode):
         """Call a function; number its results, or replace results among its arguments."""
         if self._is_front:
             result = func(*args, **kwargs)
+            if func in _READS:
+                return self._read(func, result)
             if results := tensors_in(result):
                 self._record(func, results, tensors_in((args, kwargs)))
             return result
@@ -95,6 +117,13 @@ class FrontValues(PausableMode):
                 self._changed += 1
                 place = Place(-1, self._results, -self._changed)
                 self._places[id(tensor)] = weakref.ref(tensor), place
+
+    def _read(self, func: Callable[..., Any], number: Any) -> Any:
+        """Return the number that the batch has read with this call; else the run's own one."""
+        index = len(self.numbers)
+        self.numbers.append((func, number))
+        known, of_batch = self._of_batch[index] if index < len(self._of_batch) else (None, None)
+        return of_batch if known is func else number
 
     def _place_of(self, tensor: Tensor) -> Place | None:
         reference, place = self._places.get(id(tensor), (None, None))
