@@ -260,6 +260,8 @@ class PipelinedLayers:
         """Compute a layer of the stage, and record its output and side outputs."""
         if current.run.sent is None and current.run.reads is None:
             return self._compute(current.run, index, compute, args, kwargs)
+        given = [each for each in (*args, *kwargs.values()) if type(each) in (list, dict, set)]
+        before = [_content(each) for each in given] if given else []
         if current.run.sent is not None:
             current.side_outputs.begin_layer(index)
         observed: AbstractContextManager[None] = nullcontext()
@@ -268,10 +270,24 @@ class PipelinedLayers:
             observed = current.values.computing_layer((args, kwargs), is_compiled)
         with observed:
             output = self._compute(current.run, index, compute, args, kwargs)
+        if given:
+            self._validate_unchanged(index, given, before)
         if current.run.sent is not None:
             current.side_outputs.end_layer(index)
             current.values.end_layer(index, output)
         return output
+
+    def _validate_unchanged(self, index: int, given: list[Any], before: list[list[Any]]) -> None:
+        """Check that a layer has not changed a collection among its arguments."""
+        for each, old in zip(given, before, strict=True):
+            new = _content(each)
+            if len(new) != len(old) or any(a is not b for a, b in zip(old, new, strict=True)):
+                raise MisconfigurationException(
+                    f"Layer {self.names[index]!r} changes a {type(each).__name__} that it is given."
+                    " Layers on other ranks, and code behind the layers, would not see the change. "
+                    "Let the layer return what it adds, or set it as an attribute of the layer."
+                    + see("values-between-layers")
+                )
 
     def _compute(
         self,
@@ -359,3 +375,8 @@ def _replacement(
     output = received.output if is_received else with_descriptions(received.output)
     with paused(current.modes) if current.modes else nullcontext():
         return current.values.replace_output(index, output)
+
+
+def _content(collection: Any) -> list[Any]:
+    """Return the items of a list or set, or the keys and values of a dict."""
+    return [*collection, *(collection.values() if type(collection) is dict else ())]

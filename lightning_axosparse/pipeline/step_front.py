@@ -189,6 +189,7 @@ class StepFront:
             if axis is None:
                 return own
             rows = axis.part(rows, part.begin, part.size)
+        rows = rows.clone()  # A layer may write to it.
         await_collective(own)  # Nothing reads it.
         if not (whole.requires_grad and torch.is_grad_enabled()):
             return rows

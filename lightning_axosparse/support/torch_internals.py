@@ -146,8 +146,8 @@ def mutated_tensors(
     operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
     """Return the tensors among the arguments that ``operator`` changes in place."""
-    schema = operator._schema
-    if not schema.is_mutable:
+    schema = getattr(operator, "_schema", None)  # Higher-order operators have none.
+    if schema is None or not schema.is_mutable:
         return []
     passed = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     return tensors_in(
@@ -340,7 +340,7 @@ def new_subclasses_observed(observe: Callable[[Tensor], None]) -> Iterator[None]
 @cache
 def is_random(operator: Any) -> bool:
     """Return whether ``operator`` draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
 def makes_tensors(operator: Any) -> bool:

@@ -31,6 +31,12 @@ class Reading(Net):
         checkpoint["state_dict"] = {k: v.half() for k, v in checkpoint["state_dict"].items()}
 
 
+class ReadingByName(Net):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        name, _ = next(self.named_parameters())
+        checkpoint["first"] = float(checkpoint["state_dict"][name].double().sum())
+
+
 class Counting:
     """Counts the tensors of other stages that are in memory at once."""
 
@@ -78,6 +84,21 @@ def two_ranks(folder: Path) -> dict[str, Any]:
         write(folder, Net, best, max_epochs=3, save_distributed_checkpoint=True)
     facts["sharded"] = counting.all - before
     return facts
+
+
+def reads_by_name(folder: Path, g_inter: int) -> None:
+    callbacks = [ModelCheckpoint(folder, "named")]
+    strategy = AxoSparseStrategy(g_inter)
+    run = trainer(strategy, 2, callbacks=callbacks, enable_checkpointing=True, max_epochs=1)
+    run.fit(ReadingByName(), loader(1, batches=2))
+
+
+def test_a_hook_that_reads_a_weight_by_its_name_is_told_where(tmp_path: Path) -> None:
+    run_ranks(2, reads_by_name, tmp_path, 1)  # Replicas have all weights.
+    with pytest.raises(
+        AssertionError, match=r"on_save_checkpoint reads .*`trainer.is_global_zero`"
+    ):
+        run_ranks(2, reads_by_name, tmp_path, 2)
 
 
 @pytest.fixture(scope="module")

@@ -256,6 +256,50 @@ class OldNorms(Network):
         return self.residual(self.embedding(x)).square().mean()
 
 
+class InPlaceFirst(Network):
+    """The first layer writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.ReLU(inplace=True), *self.layers)
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.layers(self.embedding(x)).square().mean()
+
+
+class CutMix(Network):
+    """Writes to the batch, in batches that are not compared."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        if index in (2, 4, 5):
+            x[:, :2] = x[torch.randperm(len(x)), :2]
+        return self.residual(self.embedding(x), x).square().mean()
+
+
+class NormAsAttribute(Norm):
+    """The layers read the result of a norm before them as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Conditioned() for _ in range(4))
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        condition = self.norm(x)
+        for layer in self.layers:
+            layer.condition = condition
+        return self.residual(self.embedding(x)).square().mean()
+
+
+class Conditioned(nn.Linear):
+    condition: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.condition)
+
+
 ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
@@ -270,7 +314,7 @@ ROWS: dict[str, type[Network]] = {
             Resampled,
             IndexedRows,
         ),
-        OldNorms,
+        *(OldNorms, InPlaceFirst, CutMix, NormAsAttribute),
     )
 }
 
@@ -289,6 +333,27 @@ def train_rows(**options: Any) -> dict[str, Record]:
     ranks = 1 if options else 2
     strategy = {"pipeline": "layers", "microbatches": 3, **options}
     return {row: train(row, AxoSparseStrategy(2, **strategy), ranks) for row in ROWS}
+
+
+class LoggingNorm(Norm):
+    """Ranks find two reasons to run the first batch again: it mixes samples, and logs more."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.residual(self.norm(self.embedding(x)))
+        self.log("mean", x.mean())
+        return x.square().mean()
+
+
+def train_by_parts() -> Record:
+    strategy = AxoSparseStrategy(2, pipeline="layers", microbatches=4, loss="mean")
+    return train("LoggingNorm", strategy, 2)
+
+
+def test_ranks_learn_the_same_reasons_to_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ROWS, "LoggingNorm", LoggingNorm)
+    record = train("LoggingNorm", "auto")
+    for run in run_ranks(2, train_by_parts):
+        assert difference(record, run) <= 1e-12
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,9 @@ class FrontValues(PausableMode):
             result = func(*args, **kwargs)
             if func in _READS:
                 return self._read(func, result)
-            if results := tensors_in(result):
+            if func is Tensor.__setitem__:
+                self._record(func, [args[0]], [args[0]])
+            elif results := tensors_in(result):
                 self._record(func, results, tensors_in((args, kwargs)))
             return result
         if self.replaces:

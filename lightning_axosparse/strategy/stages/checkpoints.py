@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.optim import Optimizer
@@ -40,6 +41,18 @@ from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.validation import validate_folder
 from lightning_axosparse.support.archive import all_computed
 from lightning_axosparse.support.torch_internals import tree_map_only
+from lightning_axosparse.support.troubleshooting import see
+
+
+class _OnFirstRank(dict[str, Any]):
+    """The state of a module or an optimizer in a checkpoint, on a rank that does not have it."""
+
+    def __missing__(self, name: str) -> Any:
+        raise MisconfigurationException(
+            f"on_save_checkpoint reads {name!r} of a checkpoint's state, which only the first rank "
+            "has, because it writes the file: read it where `trainer.is_global_zero`."
+            + see("checkpoints")
+        )
 
 
 class StageCheckpoints:
@@ -65,19 +78,22 @@ class StageCheckpoints:
         return not (is_sharded or sparse_parameters(self._stage_module.module))
 
     def model_state(self) -> dict[str, Any]:
-        """Return the full module's state on the first rank, {} on others; collective."""
+        """Return the full module's state on the first rank; collective.
+
+        Other ranks return it if they have it without more, else nothing.
+        """
         stage_module = self._stage_module
         module, grid = stage_module.module, stage_module.grid
+        if self._is_ordinary:
+            return module.state_dict()
         if grid.replica > 0:
             if grid.replica < grid.g_expert:
                 stage_module.weight_parts.gather_values()
-            return {}
-        if self._is_ordinary:
-            return module.state_dict()
+            return _OnFirstRank()
         with state_dict_allowed(module):
             joined = stage_module.weight_parts.gather_values()
             if grid.pipeline_index > 0:
-                return {}
+                return _OnFirstRank()
             for average in weight_averages(module.trainer):
                 stage_module.share_outer_buffers(average)
             sharding, stages = stage_module.sharding, stage_module.stages
@@ -86,11 +102,11 @@ class StageCheckpoints:
     def optimizer_state(
         self, optimizer: Optimizer, ordinary: Callable[[Optimizer], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Return the whole optimizer's state on the first rank, {} on others; collective."""
+        """Return the whole optimizer's state on the first rank, nothing on others; collective."""
         stage_module = self._stage_module
         states = self._states(optimizer)
         if stage_module.grid.pipeline_index > 0:
-            return {}
+            return _OnFirstRank()
         if self._is_ordinary:
             return ordinary(optimizer)
         groups, sparse = stage_module.group_names(optimizer), self._sparse
@@ -162,7 +178,10 @@ class StageCheckpoints:
 
     def _for_hooks(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state whose deferred tensors are written if a hook of the user reads them."""
-        return self._written(state, self._tensors) if self._is_read_by_hooks else state
+        if not self._is_read_by_hooks:
+            return state
+        state = self._written(state, self._tensors)
+        return state if self._tensors.is_first else _OnFirstRank()
 
     def _written(self, state: dict[str, Any], tensors: StageTensors) -> dict[str, Any]:
         """Write the deferred tensors of a state on the first rank, to which others send theirs."""

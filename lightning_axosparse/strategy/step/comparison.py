@@ -4,8 +4,8 @@ The step runs on the whole batch and on its micro-batches, and all changes are u
 have to be equal after joining: a layer that uses statistics of the batch is an error, and so is a
 declared ``loss=`` with which loss and gradients of the batch do not follow from micro-batches.
 
-All modules are in training mode, except BatchNorms, whose statistics differ by design, and dropout
-of layers.
+All modules are in training mode, except BatchNorms of layers, whose statistics differ by design,
+and dropout of layers.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class ComparisonResult(NamedTuple):
         guessed_wrong: whether micro-batches got the random numbers of other samples.
         mixes: whether the code before the layers mixes samples, which was not known.
         reads_more: whether nothing else failed than that stages read values that were not sent.
+        raises: whether a run raised an error of the user's code.
         loss: why the loss of the batch does not follow from micro-batches; empty if it does.
         counted: attributes of layers that all micro-batches change to the same, with their stages.
         rewritten: parameters to which every pass writes the same values, such as masked ones.
@@ -83,6 +84,7 @@ class ComparisonResult(NamedTuple):
     guessed_wrong: bool = False
     mixes: bool = False
     reads_more: bool = False
+    raises: bool = False
     loss: str = ""
     counted: Sequence[tuple[AttributePath, int]] = ()
     rewritten: Sequence[tuple[AttributePath, int]] = ()
@@ -138,17 +140,21 @@ class Comparison:
         }
         self._step = replace(step, numbers=self._numbers, of_pass=self._recorded)
 
-    def compare(self, free: Callable[[], int], reduction: Reduction | None) -> ComparisonResult:
+    def compare(
+        self, free: Callable[[], int], reduction: Reduction | None, with_graph: bool = False
+    ) -> ComparisonResult:
         """Compare; collective over the pipeline.
 
         Args:
             free: returns the bytes that this rank may still allocate.
             reduction: how the user says that the loss of the batch follows from its samples; None
                 not to compare losses.
+            with_graph: whether autograd records the runs, as the step may need it.
         """
         stage_module, step = self._stage_module, self._step
         group, first = stage_module.groups.whole, step.microbatches[:1]
-        with self._modes(), clock.paused(), torch.no_grad(), warnings.catch_warnings():
+        recorded = torch.set_grad_enabled(with_graph)
+        with self._modes(), clock.paused(), recorded, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parts, of_parts = self._passed(step.microbatches)
             taken = max(self._peaks.values(), default=0) * step.whole.size / first[0].size
@@ -224,7 +230,8 @@ class Comparison:
                     dict.fromkeys(self._step.failures or ["an error"])
                 )
                 reads_more, mixes = failed == {Rerun.READS}, Rerun.MIXES in failed
-                return ComparisonResult(text, reads_more=reads_more, mixes=mixes)
+                raises = Rerun.FAILS in failed
+                return ComparisonResult(text, reads_more=reads_more, mixes=mixes, raises=raises)
             known, differences = learn(whole[stage][0], parts[stage], sizes, self._tolerance)
             worst = [(key, by) for key, by in differences if not by <= self._tolerance]
             if worst and layers is None:
@@ -309,18 +316,15 @@ class Comparison:
 
     @contextmanager
     def _modes(self) -> Iterator[None]:
-        """Set BatchNorms, and dropout and RReLU of layers, to evaluation mode in the context."""
-        modules = list(self._module.modules())
+        """Set BatchNorms, dropout and RReLU of layers to evaluation mode in the context."""
         inside = {part for layer in self._stage_module.layers.layers for part in layer.modules()}
         still = [
             part
-            for part in modules
-            if isinstance(part, Norm)
-            or (part in inside and isinstance(part, (_DropoutNd, nn.RReLU)))
-            if part.training
+            for part in inside
+            if isinstance(part, Norm | _DropoutNd | nn.RReLU) and part.training
         ]
         # These use statistics of the batch in evaluation mode, too.
-        lacking = [part for part in modules if isinstance(part, Norm) and part.running_mean is None]
+        lacking = [part for part in inside if isinstance(part, Norm) and part.running_mean is None]
         for part in still:
             part.training = False
         for norm in lacking:
@@ -446,6 +450,7 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
         any(each.guessed_wrong for each in results),
         any(each.mixes for each in results),
         bool(failed) and all(each.reads_more for each in failed),
+        any(each.raises for each in results),
         next((each.loss for each in results if each.loss), ""),
         [attribute for each in results for attribute in each.counted],
         [attribute for each in results for attribute in each.rewritten],

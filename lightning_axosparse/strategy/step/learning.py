@@ -157,9 +157,9 @@ class StepLearner:
     ) -> None:
         """Compare a batch with its micro-batches, and its loss, if that is declared."""
         drawn: Mapping[int, Sequence[DrawnSamples]] = {}
-        may_probe = run.pipeline.is_divided
+        may_probe, with_graph = run.pipeline.is_divided, False
         while True:
-            result, seen = self._compared(run, known, step, declared, drawn)
+            result, seen = self._compared(run, known, step, declared, drawn, with_graph)
             if result.guessed_wrong and not drawn:
                 drawn = seen
             elif result.mixes and not known.mixes:
@@ -167,6 +167,8 @@ class StepLearner:
             elif result.reads_more and may_probe:
                 self._probe(run, known, step)
                 may_probe = False
+            elif result.raises and not with_graph and self._trainer.training:
+                with_graph = True
             else:
                 break
         if result.layers is not None:
@@ -198,6 +200,7 @@ class StepLearner:
         step: Batch,
         declared: Reduction | None,
         drawn: Mapping[int, Sequence[DrawnSamples]],
+        with_graph: bool,
     ) -> tuple[ComparisonResult, Mapping[int, Sequence[DrawnSamples]]]:
         """Compare; return also where samples lie in random numbers, by stage."""
         layouts = replace(known.layouts, compares=True)
@@ -205,7 +208,7 @@ class StepLearner:
             step, crossing=known.crossing, layouts=layouts, mixes=known.mixes, failures=[]
         )
         comparison = Comparison(run, step, self._tolerance, drawn)
-        result = comparison.compare(self._free, declared)
+        result = comparison.compare(self._free, declared, with_graph)
         run.effects.begin_batch()
         outside = comparison.drawn_outside
         if result.problem:

@@ -280,7 +280,9 @@ class StepRunner:
             if rerun is not None:
                 for parameter in parameters:
                     parameter.grad = None
-                return StepResult(rerun=rerun)
+                # Ranks may have different reasons, of micro-batches in flight.
+                reasons = all_gather(rerun, stage_module.groups.whole)
+                return StepResult(rerun=max(reasons, key=list(Rerun).index))
             result = self._result(last)
             if hooks.parameters:
                 with run.rng.after_passes(stage_module.stages[-1]):

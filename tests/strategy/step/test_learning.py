@@ -217,8 +217,8 @@ def test_on_one_stage_a_step_that_does_more_runs_whole(name: str) -> None:
 
 
 def test_a_batch_that_does_not_fit_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits(comparison: Any, free: Any, reduction: Any) -> Any:
-        return compare(comparison, lambda: 0, reduction)
+    def fits(comparison: Any, free: Any, *more: Any) -> Any:
+        return compare(comparison, lambda: 0, *more)
 
     compare = Comparison.compare
     monkeypatch.setattr(Comparison, "compare", fits)
@@ -410,6 +410,40 @@ def test_layers_that_compare_samples_leave_batches_undivided(loss: Any) -> None:
     words = r"epoch 0, batch 0, .*'model\.0' to 'model\.2' gives something .*as one micro-batch"
     with pytest.warns(UserWarning, match=words):
         assert_equals_one_process(mse, WithStatistics, loss=loss)
+
+
+def test_a_step_that_needs_a_graph_is_compared() -> None:
+    class Retaining(WithStatistics):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            z = self.model(batch[0])
+            z.retain_grad()
+            return self.given(self, z, batch[1])
+
+    with pytest.warns(UserWarning, match="as one micro-batch"):
+        assert_equals_one_process(mse, Retaining)
+
+
+def test_a_layer_that_changes_a_list_that_it_is_given_is_refused() -> None:
+    class Appending(nn.Module):
+        def forward(self, x: Tensor, aux: Any) -> Tensor:
+            if isinstance(aux, dict):
+                aux["sum"] = aux.get("sum", 0) + x.mean()
+            else:
+                aux.append(x.mean())
+            return x
+
+    class Collecting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x = self.model[0](batch[0])
+            return self.given(self, self.model[2](self.model[1](x, self.aux)), batch[1])
+
+    for aux in ([], {}):
+        module = Collecting(mse)
+        module.model = nn.Sequential(nn.Linear(3, 3), Appending(), nn.Linear(3, 3))
+        module.aux = aux
+        run = trainer(pipeline(), precision="64-true", max_epochs=1)
+        with pytest.raises(MisconfigurationException, match=r"'model\.1' changes a (list|dict)"):
+            run.fit(module.double(), loader(8))
 
 
 def test_the_first_batches_that_are_divided_are_compared() -> None:
