@@ -482,7 +482,7 @@ def test_what_each_stage_keeps_of_a_micro_batch_is_measured(parted: bool) -> Non
     dealt.uninstall()
     one = batch.nbytes // 4
     first, middle, last = (limit._saved_bytes[stage] for stage in range(3))
-    assert (first, middle) == (one, 2 * one), "what it sends, and what it has received"
+    assert (first, middle) == (2 * one, 2 * one), "what it sends, and what it has been given"
     assert last >= 2 * one
 
 
