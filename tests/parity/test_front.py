@@ -256,6 +256,18 @@ class OldNorms(Network):
         return self.residual(self.embedding(x)).square().mean()
 
 
+class GradientHooks(Network):
+    """Hooks of tensors between layers, also between those of two stages."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x).tanh() if index % 2 else layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda gradient: 0.5 * gradient)
+        return x.square().mean()
+
+
 class InPlaceFirst(Network):
     """The first layer writes to its input."""
 
@@ -314,7 +326,7 @@ ROWS: dict[str, type[Network]] = {
             Resampled,
             IndexedRows,
         ),
-        *(OldNorms, InPlaceFirst, CutMix, NormAsAttribute),
+        *(OldNorms, GradientHooks, InPlaceFirst, CutMix, NormAsAttribute),
     )
 }
 

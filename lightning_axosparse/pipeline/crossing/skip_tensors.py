@@ -31,6 +31,7 @@ until then, which later stages do not repeat.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_axosparse.pipeline.crossing.message import Activation, Place, SidePlace, Value
 from lightning_axosparse.pipeline.crossing.placeholder import (
@@ -161,6 +163,10 @@ class DerivedValues(PausableMode):
             self._forms[index] = with_descriptions(output)
             outputs = object_leaves(output, Tensor)
             self._versions += [(tensor, version_of(tensor)) for tensor in outputs]
+            if index < len(self._names) - 1:
+                for tensor in outputs:
+                    if not tensor.is_leaf:  # The next stage registers it, for the same gradient.
+                        tensor.register_hook = _register_nothing
         else:
             self._forms[index] = self._form(output, index)
 
@@ -447,3 +453,7 @@ def _makes_scalar(outcome: Outcome) -> bool:
 def _changed_argument(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:
     """Return the argument that a function changes and does not return, if there is one."""
     return args[0] if func is Tensor.__setitem__ else None
+
+
+def _register_nothing(hook: Callable[..., Any]) -> RemovableHandle:
+    return RemovableHandle(OrderedDict())
