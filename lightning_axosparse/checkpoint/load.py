@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
 
-from lightning_axosparse.checkpoint.safetensors import SafetensorsState
+from lightning_axosparse.checkpoint.safetensors import SafetensorsState, is_safetensors
 from lightning_axosparse.pruning.masks import MaskBits
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse.module.convert import load_loops_of, renew_reducers
@@ -252,7 +252,7 @@ def _state_in(
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
-    if path.suffix == ".safetensors":
+    if is_safetensors(path):
         return SafetensorsState(path), None
     archive.verify(path)
     with reading(path):

@@ -103,6 +103,14 @@ def save_safetensors(module: nn.Module, path: str | Path, sparse: bool = True) -
     _write(path, tensors, metadata)
 
 
+def is_safetensors(path: Path) -> bool:
+    """Whether a file is one of safetensors: by its suffix, or as it begins with a JSON header."""
+    if path.suffix == ".safetensors" or not path.is_file():
+        return path.suffix == ".safetensors"
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
 class SafetensorsState(Mapping[str, Tensor]):
     """The state in a safetensors file, by name; tensors are read on access.
 

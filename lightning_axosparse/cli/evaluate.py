@@ -18,7 +18,7 @@ from axosparse_commands.overrides import config_folder, missing_file
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.load import load_sparse
-from lightning_axosparse.checkpoint.safetensors import SafetensorsState
+from lightning_axosparse.checkpoint.safetensors import SafetensorsState, is_safetensors
 from lightning_axosparse.cli.train import (
     one_line_errors,
     prepare_process,
@@ -138,7 +138,7 @@ def load_model(config: DictConfig, source: Path) -> tuple[L.LightningModule, Pat
     Returns:
         The model, and the file whose weights the Trainer has to load; None if they are loaded.
     """
-    if source.suffix == ".safetensors":
+    if is_safetensors(source):
         model: L.LightningModule = instantiate(config)
         state = SafetensorsState(source)
         if state.sparse:

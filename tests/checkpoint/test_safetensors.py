@@ -15,6 +15,7 @@ from lightning_axosparse.checkpoint.safetensors import (
     decode,
     decode_mask,
     encode,
+    is_safetensors,
 )
 from lightning_axosparse.sparse.store.weight import SparseWeight
 from tests.sparse.masking import random_masks, sparse_and_dense
@@ -62,6 +63,16 @@ def test_the_state_reads_as_a_state_dict(models, tmp_path, sparse):
     loaded = Net()
     loaded.load_state_dict(state)
     assert_same(loaded.state_dict(), dense.state_dict())
+
+
+def test_a_file_is_known_by_its_content(models, tmp_path):
+    sparse, _ = models
+    for name in ("a.safetensors", "a.st", "a"):
+        save_safetensors(sparse, tmp_path / name)
+        assert is_safetensors(tmp_path / name)
+    torch.save(sparse.state_dict(), tmp_path / "b.pt")
+    assert not is_safetensors(tmp_path / "b.pt")
+    assert not is_safetensors(tmp_path / "none.pt")
 
 
 def test_files_of_others_are_read(models, tmp_path):

@@ -268,10 +268,12 @@ def find_layers(
         elif must_order:
             raise UnknownOrderError(_ambiguous(module, _candidates(module), stages) + see("layers"))
     if len(layers) < stages:
-        where = ", ".join(map(repr, paths))
+        found = dict.fromkeys(path for name, path, _ in named if name in layers)
+        where = ", ".join(map(repr, found or paths))
+        which = ", which the step calls," if len(found) < len(paths) else ""
         raise MisconfigurationException(
-            f"g_inter={stages} stages need at least as many layers, but {where} has {len(layers)}. "
-            f"Choose g_inter <= {len(layers)}." + see("layers")
+            f"g_inter={stages} stages need at least as many layers, but {where}{which} has "
+            f"{len(layers)}. Choose g_inter <= {len(layers)}." + see("layers")
         )
     return layers
 

@@ -98,6 +98,17 @@ def test_containers_are_found_in_the_order_of_their_calls() -> None:
     assert len(find_layers(model, None, 5)) == 5
 
 
+def test_too_few_layers_are_those_that_the_step_calls() -> None:
+    class OfBody(Ordered):
+        def body_alone(self, x: Tensor) -> None:
+            for layer in self.body:
+                x = layer(x)
+
+    words = r"g_inter=4 .*but 'body', which the step calls, has 3"
+    with pytest.raises(MisconfigurationException, match=words):
+        find_layers(OfBody("body_alone", torch.randn(8, 4)), None, 4)
+
+
 def test_lists_of_lists_are_in_the_order_of_calls() -> None:
     class Lists(nn.Module):
         """Calls parts of each list from the last to the first, and one of no tensors twice."""
