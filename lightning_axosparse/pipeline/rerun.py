@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Rerun(Enum):
-    """Why a batch has to run again; the last of several reasons comes first."""
+    """Why a batch has to run again; of several reasons, the last one in this list counts."""
 
     DRAWS = "the step draws random numbers outside the layers"
     READS = "the step reads a value that was not sent"

@@ -346,7 +346,7 @@ class PipelineStrategy(MPIStrategy):
     # Checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the full module's state on the first rank, {} on others; collective.
+        """Return the full module's state on the first rank; collective.
 
         Larger tensors are deferred until :meth:`save_checkpoint` writes them, unless a hook reads
         the checkpoint before.
@@ -355,7 +355,7 @@ class PipelineStrategy(MPIStrategy):
         return self._module.state_dict() if checkpoints is None else checkpoints.model_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole optimizer's state on the first rank, {} on others; collective.
+        """Return the whole optimizer's state on the first rank; collective.
 
         Larger tensors are deferred, as in :meth:`lightning_module_state_dict`.
         """

@@ -1,8 +1,8 @@
 """Compares layer outputs and losses of a whole batch with those of its micro-batches.
 
 The step runs on the whole batch and on its micro-batches, and all changes are undone. Layer outputs
-have to be equal after joining: a layer that uses statistics of the batch is an error, and so is a
-declared ``loss=`` with which loss and gradients of the batch do not follow from micro-batches.
+have to be equal after joining: else a layer uses statistics of the batch. It is an error if loss
+and gradients of the batch do not follow from micro-batches as a declared ``loss=`` says.
 
 All modules are in training mode, except BatchNorms of layers, whose statistics differ by design,
 and dropout of layers.

@@ -1,7 +1,7 @@
 """Learns how steps behave on the batches of a loader.
 
-Batches 1, 2, 4, 8, ... of a loader are compared with their micro-batches, as are the first batches
-of training epochs.
+Of the batches of a loader that can be divided, 1, 2, 4, 8, ... are compared with their
+micro-batches, as are the first ones of training epochs. A batch that cannot runs undivided.
 """
 
 from __future__ import annotations
@@ -146,6 +146,12 @@ class StepLearner:
             )
         if rerun not in (Rerun.SAMPLES, Rerun.FAILS):
             return step
+        if run.stage_module.groups.experts is not None:
+            raise MisconfigurationException(
+                "Replicas that share experts run the same passes, but a batch of one of them "
+                f"cannot be divided in {self._where(step)}: {rerun.value}. "
+                "AxoSparseStrategy(microbatches=1) is exact." + see("expert-parallel")
+            )
         if rerun is Rerun.FAILS:
             known.is_undivided |= known.batches == 1
             self._warn_of_failure(known, step)

@@ -281,7 +281,7 @@ class StepRunner:
                 for parameter in parameters:
                     parameter.grad = None
                 # Ranks may have different reasons, of micro-batches in flight.
-                reasons = all_gather(rerun, stage_module.groups.whole)
+                reasons = all_gather(rerun, stage_module.groups.replica)
                 return StepResult(rerun=max(reasons, key=list(Rerun).index))
             result = self._result(last)
             if hooks.parameters:

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections.abc import Callable, Collection
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -19,9 +20,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.step.comparison import Comparison
-from lightning_axosparse.strategy.step.learning import LoaderSteps
+from lightning_axosparse.strategy.step.learning import LoaderSteps, StepLearner
 from tests.parity.cases import trainer
 
 Step = Callable[["Net", Tensor, Tensor], Tensor]
@@ -444,6 +446,21 @@ def test_a_layer_that_changes_a_list_that_it_is_given_is_refused() -> None:
         run = trainer(pipeline(), precision="64-true", max_epochs=1)
         with pytest.raises(MisconfigurationException, match=r"'model\.1' changes a (list|dict)"):
             run.fit(module.double(), loader(8))
+
+
+def test_replicas_that_share_experts_do_not_wait_for_an_undivided_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(StepLearner, "_where", lambda learner, step: step.step.__name__)
+    run = SimpleNamespace(
+        effects=SimpleNamespace(begin_batch=lambda: None),
+        stage_module=SimpleNamespace(groups=SimpleNamespace(experts=object())),
+    )
+    learner = StepLearner(L.Trainer(accelerator="cpu", logger=False), None, lambda: 0, 0.0)
+    step = SimpleNamespace(step=Net.training_step, failures=[])
+    learner.run_again(run, LoaderSteps(), step, Rerun.DRAWS)
+    with pytest.raises(MisconfigurationException, match=r"cannot be divided in training_step"):
+        learner.run_again(run, LoaderSteps(), step, Rerun.SAMPLES)
 
 
 def test_the_first_batches_that_are_divided_are_compared() -> None:
