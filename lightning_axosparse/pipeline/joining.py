@@ -192,8 +192,15 @@ def closest(tried: Sequence[tuple[float, L]], tolerance: float) -> list[L]:
     return [layout for by, layout in by_difference if by <= max(least, most)]
 
 
+FILL = 1e4
+"""Entries of a mask that is added to scores have at least this magnitude, such as -1e9."""
+
+
 def difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two tensors of one shape, relative to the largest entry."""
+    """Return the largest difference of two tensors of one shape, relative to the largest entry.
+
+    Equal entries of at least ``FILL`` do not count as the largest: they would hide differences.
+    """
     if not (one.is_floating_point() or one.is_complex()):
         return float((one != other).double().mean()) if one.numel() else 0.0
     one, other = one.to(torch.promote_types(one.dtype, torch.float32)), other.to(one.dtype)
@@ -204,8 +211,16 @@ def difference(one: Tensor, other: Tensor) -> float:
         if not is_alike or not torch.equal(one[infinite], other[infinite]):
             return 1.0
         one, other = one[finite], other[finite]
-    scale = float(other.abs().max()) if other.numel() else 0.0
-    return float((one - other).abs().max()) / scale if scale else float(one.any())
+    if not other.numel():
+        return 0.0
+    scale = float(magnitude(one, other))
+    return float((one - other).abs().max()) / scale if scale else float((one != other).any())
+
+
+def magnitude(one: Tensor, other: Tensor) -> Tensor:
+    """Return the largest finite entry of ``other``, but for entries of a mask that are equal."""
+    entries = other.abs().nan_to_num(0.0, posinf=0.0)
+    return entries.masked_fill((entries >= FILL) & (one == other), 0.0).max()
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -307,16 +322,17 @@ def join(
         RunAgain: if it is not known which rows of a tensor belong to which sample.
     """
     keyed = [keyed_values(activation) for activation in activations]
-    keys = [key for key, _ in keyed[0]]
     outputs = [activation.output for activation in activations]
     numbers = [[] if isinstance(output, Tensor) else _numbers(output) for output in outputs]
-    others = [[key for key, _ in other] for other in keyed]
-    if any(each != numbers[0] for each in numbers) or any(each != keys for each in others):
+    keys = [[key for key, _ in own] for own in keyed]
+    read = [activation.numbers for activation in activations]
+    alike: tuple[list[Any], ...] = numbers, read, keys
+    if any(each.count(each[0]) < len(each) for each in alike):
         raise RunAgain(Rerun.SAMPLES)
     tensors, used = list[Tensor](), list[SampleLayout]()
     values: list[Any] = []
     for key, parts in zip(
-        keys, zip(*([v for _, v in own] for own in keyed), strict=True), strict=True
+        keys[0], zip(*([v for _, v in own] for own in keyed), strict=True), strict=True
     ):
         possible = layouts.of(key, parts, sizes)
         if not possible:
@@ -356,6 +372,8 @@ def _validate_joined(
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
+    if torch.equal(one, other):
+        return False
     return one.shape != other.shape or difference(one, other) > rounding(other.dtype)
 
 

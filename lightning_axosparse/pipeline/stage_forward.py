@@ -172,7 +172,8 @@ class PipelinedLayers:
         finally:
             inner.end()
             side_outputs.end()
-            values.end_step(self._module)
+            if run.reads is not None:
+                values.end_probe(self._module)
             self._current = None
 
     def end_step(self, run: StepRun, output: Any, may_call_none: bool = False) -> None:

@@ -29,7 +29,6 @@ from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.joining import Joined, join, sent_tensors
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
-from lightning_axosparse.pipeline.rng import NoticedDraws
 from lightning_axosparse.pipeline.stage_step import TrainingStageStep, loss_of
 from lightning_axosparse.support.torch_internals import never_compiled, paused
 
@@ -63,9 +62,9 @@ class StepEnd:
             stage=batch.layers.end,
             received=Message(joined.activation, joined.tensors),
             sent=None,
-            behind_layers=partial(self._behind_layers, draws),
             draws=draws,
         )
+        run.behind_layers = partial(self._behind_layers, run)
         self._ended = joined, run
         with batch.effects.counted():
             try:
@@ -83,21 +82,24 @@ class StepEnd:
         return joined.gradients(self._batch.sizes)
 
     @never_compiled  # The last layer calls it, which may be compiled.
-    def _behind_layers(self, draws: NoticedDraws | None) -> AbstractContextManager[object]:
-        """Check that no numbers were drawn up to here; those drawn from here on need no check.
+    def _behind_layers(self, run: StepRun) -> AbstractContextManager[object]:
+        """Check the random numbers, and those that Python has read, up to here.
 
         Return the context for the rest of the run.
         """
+        read = run.received.content.numbers
+        if len(self._batch.microbatches) > 1 and tuple(run.numbers) != read:
+            raise RunAgain(Rerun.SAMPLES)  # It may have taken another branch.
         context = ExitStack()
         context.enter_context(self._batch.effects.behind_layers())
         numbers = self._batch.numbers.get(self._batch.layers.end)
         # Else NumPy or Python draw a number for each sample.
         if numbers is not None and not all(e.match_python_and_numpy() for e in numbers.ends):
             raise RunAgain(Rerun.SAMPLES)
-        if draws is not None:
-            if draws.has_drawn():
+        if run.draws is not None:
+            if run.draws.has_drawn():
                 raise RunAgain(Rerun.DRAWS)
-            context.enter_context(paused([draws]))
+            context.enter_context(paused([run.draws]))
         return context
 
     def rehearse(self, part: MicroBatch, message: Message, reads: StageReads | None = None) -> Any:

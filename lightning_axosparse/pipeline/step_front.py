@@ -20,7 +20,14 @@ from lightning_axosparse.pipeline.crossing.message import Place
 from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.generators import Generators
-from lightning_axosparse.pipeline.joining import Axis, axes, closest, difference, rounding
+from lightning_axosparse.pipeline.joining import (
+    Axis,
+    axes,
+    closest,
+    difference,
+    magnitude,
+    rounding,
+)
 from lightning_axosparse.pipeline.microbatch import MicroBatch
 from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.support.object_trees import object_leaves, object_map
@@ -266,9 +273,9 @@ def _differ(rows: Tensor, own: Tensor) -> Tensor:
     """Return whether two tensors of one shape differ by more than rounding."""
     if not (own.is_floating_point() or own.is_complex()):
         return (rows != own).any()
-    apart, scale = (rows - own).abs(), own.abs().nan_to_num(0.0, posinf=0.0)
+    apart, scale = (rows - own).abs(), magnitude(rows, own)
     # Two infinities have no difference.
-    return (apart.nan_to_num(0.0, posinf=torch.inf) > rounding(own.dtype) * scale.max()).any()
+    return (apart.nan_to_num(0.0, posinf=torch.inf) > rounding(own.dtype) * scale).any()
 
 
 def _apart(rows: Tensor, own: Tensor) -> float:

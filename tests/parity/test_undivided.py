@@ -44,6 +44,49 @@ class WithCentered(Validated):
         return self.residual(self.embedding(x)).square().mean()
 
 
+class Masked(Centered):
+    """Masks some of its outputs, which are far larger than the others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.arange(WIDTH) % 2 == 0
+        return super().forward(x).masked_fill(chosen, torch.finfo(torch.float32).min)
+
+
+class WithMasked(Validated):
+    """The last layer compares samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers[:-1], Masked(WIDTH, WIDTH))
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        return self.layers(self.embedding(x)).logsumexp(1).square().mean()
+
+
+class Branches(Validated):
+    """The code between layers does something else for large values."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+            if x.max() > 1.5:
+                x = x / 2
+        return x.square().mean()
+
+
+class Scaled(Validated):
+    """The code between layers computes with a number of the batch, from its second epoch on."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+            if self.trainer.current_epoch > 0:
+                x = x / x.abs().max().item()
+        return x.square().mean()
+
+
 class OverSamples(Validated):
     """Attention over the samples of the batch, as of a transformer with its dimensions swapped."""
 
@@ -152,7 +195,16 @@ class Graphs(Validated):
 ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
-        *(WithCentered, OverSamples, OfGivenSize, SomeOfGivenSize, PackedSequences),
+        *(
+            WithCentered,
+            WithMasked,
+            Branches,
+            Scaled,
+            OverSamples,
+            OfGivenSize,
+            SomeOfGivenSize,
+            PackedSequences,
+        ),
         *(SelectedRows, SelectedBehindLayers, Graphs),
     )
 }

@@ -28,7 +28,7 @@ from lightning_axosparse.support.torch_internals import (
     tree_map_only,
 )
 
-_READS = frozenset(
+READS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("item", "__bool__", "__int__", "__float__", "__index__", "__complex__", "equal")
 ) | {torch.equal, torch.allclose, torch.Tensor.allclose, torch.is_nonzero}
@@ -91,7 +91,7 @@ class FrontValues(PausableMode):
         """Call a function; number its results, or replace results among its arguments."""
         if self._is_front:
             result = func(*args, **kwargs)
-            if func in _READS:
+            if func in READS:
                 return self._read(func, result)
             if func is Tensor.__setitem__:
                 self._record(func, [args[0]], [args[0]])

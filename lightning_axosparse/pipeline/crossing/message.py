@@ -178,6 +178,7 @@ class Activation(NamedTuple):
         is_empty: whether the step has ended on the stage, without calling a layer.
         failed: why the batch has to run again, if it has; in a probe or a comparison, the step may
             have raised an error.
+        numbers: those that Python has read from values between layers.
     """
 
     output: Any = None
@@ -188,6 +189,7 @@ class Activation(NamedTuple):
     fingerprint: int = 0
     is_empty: bool = False
     failed: Rerun | None = None
+    numbers: tuple[Any, ...] = ()
 
 
 class Gradients(NamedTuple):

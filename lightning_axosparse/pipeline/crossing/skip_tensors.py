@@ -41,6 +41,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_axosparse.pipeline.crossing.front_values import READS
 from lightning_axosparse.pipeline.crossing.message import Activation, Place, SidePlace, Value
 from lightning_axosparse.pipeline.crossing.placeholder import (
     GRADIENT_HOOKS,
@@ -125,6 +126,7 @@ class DerivedValues(PausableMode):
         super().__init__()
         received, sent = run.received.content, run.sent
         self._progress, self._reads, self._last = run.progress, run.reads, part.stop - 1
+        self._numbers = run.numbers
         self._received, self._forms = dict(received.values), dict(received.forms)
         self._buffers, self._names = buffers, names
         self._sends = sent is not None
@@ -206,7 +208,9 @@ class DerivedValues(PausableMode):
         forms = tuple((index, form) for index, form in self._forms.items() if form != last)
         for tensor, version in self._versions:
             self._is_changed |= version_of(tensor) != version
-        return Activation(output, tuple(values.items()), forms, self._is_changed)
+        return Activation(
+            output, tuple(values.items()), forms, self._is_changed, numbers=tuple(self._numbers)
+        )
 
     def alias(self, received: Tensor, place: SidePlace) -> Tensor:
         """Return, for the step, an alias of a received tensor of a side output."""
@@ -251,14 +255,12 @@ class DerivedValues(PausableMode):
         if self._reads is not None:
             self._record_read(self._find_all(reachable_objects(output)))
 
-    def end_step(self, module: nn.Module) -> None:
-        """Record the values to which the module refers after the step as read.
+    def end_probe(self, module: nn.Module) -> None:
+        """Record the values to which the module refers after the step as read, in a probe.
 
         An attribute that a layer has set may be as large as attentions, and nothing may read it: it
         counts only if it is no larger than the output of a layer.
         """
-        if self._reads is None:
-            return
         outputs = object_leaves(self._received_output, Tensor)
         largest = sum(output.nbytes for output in outputs)
         for tensor in attribute_tensors(module):
@@ -293,6 +295,8 @@ class DerivedValues(PausableMode):
         # Running statistics change without a new version.
         buffers = [(each, each.clone()) for each in tensors if id(each) in self._buffers]
         result = func(*args, **kwargs)
+        if func in READS and self._layer < len(self._names) - 1:
+            self._numbers.append(result)
         for buffer, before in buffers:
             if not torch.equal(buffer, before):
                 self._refuse(buffer)
@@ -322,6 +326,8 @@ class DerivedValues(PausableMode):
             # It has to be computed again.
             self._record_read(arguments)
             result = func(*args, **kwargs)
+            if counts and func in READS:
+                self._numbers.append(result)
             for leaf, value in enumerate(tensors_in(result) if counts else ()):
                 self._track(value, Place(self._layer, self._results, leaf))
             return result

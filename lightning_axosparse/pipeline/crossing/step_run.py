@@ -51,6 +51,7 @@ class StepRun:
         next_layer: index of the layer that the step is to call next.
         segment: the current segment of layers, with activation checkpointing.
         sent_here: the stage's activation, if the step continues behind the last layer.
+        numbers: those that Python has read from values between layers.
     """
 
     stage: int
@@ -68,6 +69,7 @@ class StepRun:
     next_layer: int = field(init=False, default=0)
     segment: Segment | None = field(init=False, default=None)
     sent_here: Activation | None = field(init=False, default=None)
+    numbers: list[Any] = field(init=False, default_factory=list)
 
     def received_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of earlier stages: those received, and placeholders."""

@@ -71,6 +71,7 @@ class ComparisonResult(NamedTuple):
         mixes: whether the code before the layers mixes samples, which was not known.
         reads_more: whether nothing else failed than that stages read values that were not sent.
         raises: whether a run raised an error of the user's code.
+        reads_others: whether Python reads other numbers between layers of the batch.
         loss: why the loss of the batch does not follow from micro-batches; empty if it does.
         counted: attributes of layers that all micro-batches change to the same, with their stages.
         rewritten: parameters to which every pass writes the same values, such as masked ones.
@@ -90,6 +91,7 @@ class ComparisonResult(NamedTuple):
     rewritten: Sequence[tuple[AttributePath, int]] = ()
     warnings: Sequence[str] = ()
     is_too_large: bool = False
+    reads_others: bool = False
 
 
 class _ComparedStep(StageStep):
@@ -232,6 +234,9 @@ class Comparison:
                 reads_more, mixes = failed == {Rerun.READS}, Rerun.MIXES in failed
                 raises = Rerun.FAILS in failed
                 return ComparisonResult(text, reads_more=reads_more, mixes=mixes, raises=raises)
+            if any(part.numbers != whole[stage][0].numbers for part in parts[stage]):
+                text = "Python reads other numbers from values between layers"
+                return ComparisonResult(text, reads_others=True)
             known, differences = learn(whole[stage][0], parts[stage], sizes, self._tolerance)
             worst = [(key, by) for key, by in differences if not by <= self._tolerance]
             if worst and layers is None:
@@ -441,6 +446,8 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
     """Combine the results of all ranks of a pipeline."""
     problem = next((each.problem for each in results if each.problem), "")
     layers = min((each.layers for each in results if each.layers is not None), default=None)
+    if any(each.reads_others for each in results):
+        layers = None  # The batch runs undivided.
     failed = [each for each in results if each.problem or each.loss]
     return ComparisonResult(
         problem,
