@@ -1,10 +1,11 @@
 """Compares two stages, dense and pruned, with one process of plain Lightning on the same two cores.
 
-    python -m benchmarks.pipeline.one_process [--width 128 256 512]
+    python -m benchmarks.pipeline.one_process [--width 64 128 256 512 1024]
 
 Trains the GPT of the examples on random bytes. Plain Lightning runs with two threads, and with one.
-Runs alternate; each reports the median of its steps after the first five, and the table has medians
-over the rounds. Prints a Markdown table.
+Where the strategy runs products by oneDNN, plain Lightning also runs with oneDNN's, so that the
+stages alone can be seen. Runs alternate; each reports the median of its steps after the first five,
+and the table has medians over the rounds. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import os
 import statistics
 import time
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -23,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy, GradualPruning, Ticket
 from lightning_axosparse.examples.gpt import GPT
+from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 
 CONTEXT, VOCABULARY, SKIPPED = 128, 256, 5
 
@@ -62,11 +67,12 @@ def step_seconds(width: int, steps: int, batch: int, ratio: float = 0.0, **optio
     return statistics.median(clock.seconds[SKIPPED:])
 
 
-def with_threads(threads: int, width: int, steps: int, batch: int) -> float:
+def with_threads(threads: int, width: int, steps: int, batch: int, onednn: bool = False) -> float:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        return step_seconds(width, steps, batch, devices=1)
+        with by_onednn() if onednn else nullcontext():
+            return step_seconds(width, steps, batch, devices=1)
     finally:
         torch.set_num_threads(before)
 
@@ -76,11 +82,27 @@ def in_two_stages(width: int, steps: int, batch: int, ratio: float = 0.0) -> flo
     return step_seconds(width, steps, batch, ratio, devices=2, strategy=strategy)
 
 
+def runs(width: int, steps: int, batch: int) -> dict[str, Callable[[], float]]:
+    shape = width, steps, batch
+    alone = {
+        "one process, two threads": partial(with_threads, 2, *shape),
+        "one process, one thread": partial(with_threads, 1, *shape),
+    }
+    if onednn_is_faster([torch.Size([4 * width, width])]):
+        alone |= {f"{name}, oneDNN": partial(run, onednn=True) for name, run in alone.items()}
+    return {
+        **alone,
+        "two stages": partial(in_two_stages, *shape),
+        "two stages, 80 % pruned": partial(in_two_stages, *shape, 0.8),
+        "two stages, 90 % pruned": partial(in_two_stages, *shape, 0.9),
+    }
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--width", type=int, nargs="+", default=[128, 256, 512])
-    arguments.add_argument("--batch", type=int, default=16)
-    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--width", type=int, nargs="+", default=[64, 128, 256, 512, 1024])
+    arguments.add_argument("--batch", type=int, default=8)
+    arguments.add_argument("--steps", type=int, default=14)
     arguments.add_argument("--rounds", type=int, default=3)
     options = arguments.parse_args()
     warnings.simplefilter("ignore")
@@ -89,16 +111,9 @@ def main() -> None:
     print("| width | run | ms a step | this / one process, two threads |")
     print("| --: | --- | --: | --: |")
     for width in options.width:
-        shape = width, options.steps, options.batch
-        runs = {
-            "one process, two threads": lambda shape=shape: with_threads(2, *shape),
-            "one process, one thread": lambda shape=shape: with_threads(1, *shape),
-            "two stages": lambda shape=shape: in_two_stages(*shape),
-            "two stages, 80 % pruned": lambda shape=shape: in_two_stages(*shape, 0.8),
-            "two stages, 90 % pruned": lambda shape=shape: in_two_stages(*shape, 0.9),
-        }
-        rounds = [{name: run() for name, run in runs.items()} for _ in range(options.rounds)]
-        medians = {name: statistics.median(each[name] for each in rounds) for name in runs}
+        runners = runs(width, options.steps, options.batch)
+        rounds = [{name: run() for name, run in runners.items()} for _ in range(options.rounds)]
+        medians = {name: statistics.median(each[name] for each in rounds) for name in runners}
         base = medians["one process, two threads"]
         for name, median in medians.items():
             print(f"| {width} | {name} | {median * 1e3:.0f} | {median / base:.2f} |", flush=True)
