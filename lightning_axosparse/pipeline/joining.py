@@ -213,11 +213,20 @@ def difference(one: Tensor, other: Tensor) -> float:
         one, other = one[finite], other[finite]
     if not other.numel():
         return 0.0
-    scale = float(magnitude(one, other))
+    scale = float(_magnitude(one, other))
     return float((one - other).abs().max()) / scale if scale else float((one != other).any())
 
 
-def magnitude(one: Tensor, other: Tensor) -> Tensor:
+def differs(one: Tensor, other: Tensor) -> Tensor:
+    """Return whether two tensors of one shape differ by more than rounding, on their device."""
+    if not (one.is_floating_point() or one.is_complex()) or not one.numel():
+        return (one != other).any()
+    limit = rounding(other.dtype) * _magnitude(one, other)
+    # The difference of two equal infinities is no number, and so not larger than the limit.
+    return (((one - other).abs() > limit) | (one.isnan() != other.isnan())).any()
+
+
+def _magnitude(one: Tensor, other: Tensor) -> Tensor:
     """Return the largest finite entry of ``other``, but for entries of a mask that are equal."""
     entries = other.abs().nan_to_num(0.0, posinf=0.0)
     return entries.masked_fill((entries >= FILL) & (one == other), 0.0).max()
@@ -367,14 +376,9 @@ def _validate_joined(
     same = [*detached] if layout == "alike" else []
     same += [joined_by(other, detached, sizes) for other in others]
     is_unclear = is_trained and any(isinstance(other, Axis) for other in others)
-    if is_unclear or any(_differ(each, joined) for each in same):
+    differ = (each.shape != joined.shape or bool(differs(each, joined)) for each in same)
+    if is_unclear or any(differ):
         raise RunAgain(Rerun.SAMPLES)
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    if torch.equal(one, other):
-        return False
-    return one.shape != other.shape or difference(one, other) > rounding(other.dtype)
 
 
 def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:

@@ -25,7 +25,7 @@ from lightning_axosparse.pipeline.joining import (
     axes,
     closest,
     difference,
-    magnitude,
+    differs,
     rounding,
 )
 from lightning_axosparse.pipeline.microbatch import MicroBatch
@@ -169,7 +169,7 @@ class StepFront:
             if whole.shape != own.shape:
                 raise RunAgain(self._why_unlike())
             if own.numel() and not (own.is_cpu and torch.equal(whole, own)):
-                self._differ.append(_differ(whole, own))
+                self._differ.append(differs(whole, own))
         is_last = part.begin + part.size == self._batch.whole.size
         if is_last and any(map(bool, self._differ)):
             raise RunAgain(self._why_unlike())
@@ -267,15 +267,6 @@ def _functions(
 ) -> list[tuple[Callable[..., Any] | None, int]]:
     """Return the function that has computed each result, with the result's index."""
     return [(functions[p.result - 1] if p.result else None, p.leaf) for p in places]
-
-
-def _differ(rows: Tensor, own: Tensor) -> Tensor:
-    """Return whether two tensors of one shape differ by more than rounding."""
-    if not (own.is_floating_point() or own.is_complex()):
-        return (rows != own).any()
-    apart, scale = (rows - own).abs(), magnitude(rows, own)
-    # Two infinities have no difference.
-    return (apart.nan_to_num(0.0, posinf=torch.inf) > rounding(own.dtype) * scale).any()
 
 
 def _apart(rows: Tensor, own: Tensor) -> float:

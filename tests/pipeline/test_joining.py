@@ -21,6 +21,7 @@ from lightning_axosparse.pipeline.joining import (
     SampleLayouts,
     axes,
     difference,
+    differs,
     fitting_layouts,
     gradients_of,
     join,
@@ -274,3 +275,13 @@ def test_equal_entries_of_a_mask_do_not_hide_differences() -> None:
     assert difference(torch.tensor([1.0, 2.0, -1e9 - 1e8]), one) == pytest.approx(0.1)
     masked = torch.tensor([-1e9, -1e9])
     assert difference(masked, masked) == 0
+
+
+def test_tensors_differ_by_more_than_rounding() -> None:
+    one = torch.tensor([1.0, -torch.inf, torch.nan, -1e9])
+    assert not differs(one, one)
+    assert not differs(one * (1 + 1e-7), one)
+    for place, other in enumerate([1.01, torch.inf, 0.0, -2e9]):
+        assert differs(one.index_fill(0, torch.tensor(place), other), one)
+    assert not differs(one[:0], one[:0])
+    assert differs(torch.tensor([2]), torch.tensor([3]))
