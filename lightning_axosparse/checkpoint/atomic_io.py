@@ -42,7 +42,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if local is None or storage_options is not None:
             super().save_checkpoint(all_computed(checkpoint), path, storage_options)
             return
-        local.parent.mkdir(parents=True, exist_ok=True)
         archive.save(checkpoint, local)
 
     def load_checkpoint(

@@ -224,6 +224,7 @@ class Ticket(TicketFile):
         return replace(ticket, pruning_ratio=ticket.sparsity)
 
     @classmethod
+    @checked(ValueError, module=MODULE, pruning_ratio=FRACTION)
     def magnitude(
         cls,
         module: nn.Module,

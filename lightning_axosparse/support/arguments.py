@@ -113,7 +113,7 @@ DISTANCES = Kind(
         and all(NOT_NEGATIVE.fits(distance) for distance in value.values())
     ),
 )
-MASKS = instance_of("a mapping of parameter names to bool tensors", Mapping)
+MASKS = instance_of("a mapping of parameter names to bool tensors, such as `ticket.masks`", Mapping)
 
 
 def checked(error: type[Exception], **kinds: Kind) -> Callable[[Callable[P, R]], Callable[P, R]]:

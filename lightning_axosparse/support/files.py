@@ -43,8 +43,8 @@ _MAX_SOCKET_FOLDER = 107 - len("/listener-12345678")
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a partial file beside ``path``; rename it to ``path`` if the context ends normally.
 
-    Content and name are then on the disk (``fsync``). Partial files of the same ``path`` whose
-    writers were killed are removed first.
+    Content and name are then on the disk (``fsync``). Folders that do not exist are created, and
+    partial files of the same ``path`` whose writers were killed are removed first.
     """
     target = Path(path)
     if target.is_dir():
@@ -52,6 +52,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             f"'{target}' is a folder, perhaps a sharded checkpoint, so no file of that name can be "
             "written. Move it away, or choose another name." + see("files")
         )
+    target.parent.mkdir(parents=True, exist_ok=True)
     clear_partials(target.parent, target.name)
     partial = _partial_path(target)
     try:

@@ -96,6 +96,14 @@ def test_the_ticket_of_the_largest_weights():
     assert weight[mask].min() > weight[~mask].max()
     alike = Ticket.magnitude(model, 0.5, floor=1.0)
     assert alike.layer_sparsity() == {"0.weight": 0.5, "2.weight": 0.5}
+    with pytest.raises(ValueError, match=r"module=.* must be an nn\.Module"):
+        Ticket.magnitude(model.state_dict(), 0.75)
+
+
+def test_a_ticket_is_saved_in_a_folder_that_does_not_exist(tmp_path):
+    ticket = Ticket.magnitude(network(), 0.75)
+    ticket.save(tmp_path / "tickets" / "early" / "ticket.pt")
+    assert Ticket.load(tmp_path / "tickets" / "early" / "ticket.pt") == ticket
 
 
 def test_a_random_ticket_keeps_as_much_of_each_weight():
