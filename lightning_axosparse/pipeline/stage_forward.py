@@ -29,7 +29,7 @@ from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpoint
 from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.crossing.placeholder import with_descriptions
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
-from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
+from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues, unnumbered
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched, replaced_forward
@@ -370,7 +370,7 @@ def _replacement(
         current.inner.record_arguments(arguments)
     received: Activation = current.run.received.content
     if received.side_outputs:
-        with current.values.replaying():
+        with unnumbered():  # Hooks inside of layers are called again.
             current.side_outputs.replay(index)
     is_received = index == current.part.start - 1
     output = received.output if is_received else with_descriptions(received.output)

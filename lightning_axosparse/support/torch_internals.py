@@ -392,6 +392,11 @@ def writes_unreturned(operator: Any) -> bool:
     return bool(written) and not any(result.alias_info for result in schema.returns)
 
 
+def entered_modes() -> Sequence[TorchFunctionMode]:
+    """Return the modes that observe torch functions now, the outermost one first."""
+    return list(_get_current_function_mode_stack())
+
+
 class _Pausable:
     """A mode that can be paused, by :class:`paused`."""
 
@@ -404,6 +409,10 @@ class _Pausable:
 
     def resume(self) -> None:
         """Called when a pause ends."""
+
+    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function or run an operator; subclasses override this."""
+        return func(*args, **kwargs)
 
 
 class PausableMode(_Pausable, TorchFunctionMode):
@@ -421,10 +430,6 @@ class PausableMode(_Pausable, TorchFunctionMode):
         if self._is_paused or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         return self.observe(func, args, kwargs or {})
-
-    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a function; subclasses override this."""
-        return func(*args, **kwargs)
 
     def leave(self) -> None:
         """Leave the mode before its context ends, unless code has entered another one inside it."""
@@ -458,10 +463,6 @@ class PausableOperatorMode(_Pausable, TorchDispatchMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         return self.observe(func, args, kwargs or {})
-
-    def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run an operator; subclasses override this."""
-        return func(*args, **kwargs)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

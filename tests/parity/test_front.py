@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MaxMetric
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Record, difference, recorded, trainer
@@ -312,6 +313,25 @@ class Conditioned(nn.Linear):
         return super().forward(x + self.condition)
 
 
+class LoggedBetween(Network):
+    """Logs, prints and counts values between layers, and computes with others behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = MaxMetric()
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for number, layer in enumerate(self.layers):
+            y = layer(x)
+            self.log(f"deviation of {number}", y.std())
+            self.largest.update(y.abs().mean(1))
+            self.print(y.mean())
+            x = x + y.tanh()
+        self.log("largest", self.largest)
+        return x.square().mean()
+
+
 ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
@@ -326,7 +346,7 @@ ROWS: dict[str, type[Network]] = {
             Resampled,
             IndexedRows,
         ),
-        *(OldNorms, GradientHooks, InPlaceFirst, CutMix, NormAsAttribute),
+        *(OldNorms, GradientHooks, InPlaceFirst, CutMix, NormAsAttribute, LoggedBetween),
     )
 }
 

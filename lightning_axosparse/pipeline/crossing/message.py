@@ -92,11 +92,13 @@ class StageReads:
         read: those of earlier stages, and side outputs of earlier layers that its hooks store.
         side_outputs: the side outputs of its own layers.
         is_complete: whether the step has reached the stage and called its layers.
+        numbers: whether Python has read a number from a value between layers.
     """
 
     read: set[Value] = field(default_factory=set)
     side_outputs: set[SidePlace] = field(default_factory=set)
     is_complete: bool = False
+    numbers: bool = False
 
 
 class _Everything:

@@ -61,6 +61,7 @@ from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
+    entered_modes,
     never_compiled,
     plain_torch_functions,
     tensors_in,
@@ -102,6 +103,23 @@ def alias_of(received: Tensor) -> Tensor:
     """Return the same values as a tensor that is no leaf of the graph."""
     alias: Tensor = _Alias.apply(received)  # type: ignore[no-untyped-call]
     return alias
+
+
+@contextmanager
+def unnumbered() -> Iterator[None]:
+    """Number no results inside the context, whose code does not run on every stage, such as logs.
+
+    Hooks inside of layers, which later stages call again, have no numbers either.
+    """
+    followed = [mode for mode in entered_modes() if isinstance(mode, DerivedValues)]
+    before = [values.is_unnumbered for values in followed]
+    for values in followed:
+        values.is_unnumbered = True
+    try:
+        yield
+    finally:
+        for values, was in zip(followed, before, strict=True):
+            values.is_unnumbered = was
 
 
 class DerivedValues(PausableMode):
@@ -148,7 +166,7 @@ class DerivedValues(PausableMode):
         self._layer, self._results = -1, 0
         self._versions: list[tuple[Tensor, int]] = []
         self._received_output = received.output
-        self._is_changed = self._is_replaying = self._is_in_layer = False
+        self._is_changed = self._is_in_layer = self.is_unnumbered = False
 
     def begin_stage(self) -> None:
         """From now on, the stage computes values itself."""
@@ -228,15 +246,6 @@ class DerivedValues(PausableMode):
         )
 
     @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Number no results inside the context, where hooks inside of layers are called again."""
-        self._is_replaying = True
-        try:
-            yield
-        finally:
-            self._is_replaying = False
-
-    @contextmanager
     def computing_layer(self, inputs: Any, is_compiled: bool) -> Iterator[None]:
         """Record inside the context the values that a layer reads, although the mode is paused."""
         self._record_read(self._find_all(reachable_objects(inputs)))
@@ -282,7 +291,11 @@ class DerivedValues(PausableMode):
             outcome = run_on_meta(func, args, kwargs)
             if outcome is None or outcome.makes_tensors or outcome.changed:
                 self._record_read(arguments)
-        if self._is_in_layer or all(entry.place is None for entry in arguments):
+        if (
+            self._is_in_layer
+            or self.is_unnumbered
+            or all(entry.place is None for entry in arguments)
+        ):
             return func(*args, **kwargs)
         return self._between_layers(func, args, kwargs)
 
@@ -296,7 +309,7 @@ class DerivedValues(PausableMode):
         buffers = [(each, each.clone()) for each in tensors if id(each) in self._buffers]
         result = func(*args, **kwargs)
         if func in READS and self._layer < len(self._names) - 1:
-            self._numbers.append(result)
+            self._add_number(result)
         for buffer, before in buffers:
             if not torch.equal(buffer, before):
                 self._refuse(buffer)
@@ -315,7 +328,7 @@ class DerivedValues(PausableMode):
         arguments: Sequence[_Tracked],
     ) -> Any:
         """Return the result of a function that an earlier stage has computed."""
-        counts = not self._is_replaying and any(entry.place is not None for entry in arguments)
+        counts = not self.is_unnumbered and any(entry.place is not None for entry in arguments)
         self._results += counts
         outcome = run_on_meta(func, args, kwargs)
         if (
@@ -327,7 +340,7 @@ class DerivedValues(PausableMode):
             self._record_read(arguments)
             result = func(*args, **kwargs)
             if counts and func in READS:
-                self._numbers.append(result)
+                self._add_number(result)
             for leaf, value in enumerate(tensors_in(result) if counts else ()):
                 self._track(value, Place(self._layer, self._results, leaf))
             return result
@@ -349,6 +362,11 @@ class DerivedValues(PausableMode):
                 self._track(tensor, None, sources)
         return result
 
+    def _add_number(self, number: Any) -> None:
+        self._numbers.append(number)
+        if self._reads is not None:
+            self._reads.numbers = True
+
     def _copy_changes(self, outcome: Outcome, changed: Tensor | None) -> bool:
         """Copy received values into the arguments that an earlier stage has changed in place.
 
@@ -366,7 +384,7 @@ class DerivedValues(PausableMode):
                 continue
             leaf = next((leaf for leaf, value in enumerate(leaves) if value is tensor), None)
             place = Place(self._layer, self._results, -1 if leaf is None else leaf)
-            if entry is not None or self._is_replaying or place not in self._received:
+            if entry is not None or self.is_unnumbered or place not in self._received:
                 return False
             # No placeholder can take its place, so it is always sent.
             tensor.copy_(self._received[place])

@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_axosparse.pipeline.crossing.skip_tensors import unnumbered
 from lightning_axosparse.support.torch_internals import version_of
 from lightning_axosparse.support.troubleshooting import see
 
@@ -100,7 +101,12 @@ class StepLog:
     def _is_overridden(self) -> bool:
         return type(self._module).log is not LightningModule.log
 
-    def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def _log(self, *args: Any, **options: Any) -> None:
+        """Log a value, which only the runs that count do."""
+        with unnumbered():
+            self._log_value(*args, **options)
+
+    def _log_value(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value, of which Lightning makes a copy."""
         is_scalar = isinstance(value, Tensor) and value.numel() == 1
         # Detached, it keeps the memory, but not the graph.
@@ -139,7 +145,8 @@ class StepLog:
 
     def _print(self, *values: Any, **options: Any) -> None:
         module = self._module
-        texts = map(str, values)  # Values may change before they are printed.
+        with unnumbered():
+            texts = list(map(str, values))  # Values may change before they are printed.
         self.prints.append(partial(type(module).print, module, *texts, **options))
 
 

@@ -16,6 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_axosparse.pipeline.crossing.skip_tensors import unnumbered
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import without_dispatch_modes
@@ -140,12 +141,14 @@ class PipelinedMetrics:
 
     def _update(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if not self._skips(args, kwargs):
-            update(*args, **kwargs)
+            with unnumbered():
+                update(*args, **kwargs)
 
     def forward(self, metric: Metric, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward`` of a metric; in :meth:`skipped`, return NaN in the form of its value."""
         if not self._skips(args, kwargs):
-            value = type(metric).forward(metric, *args, **kwargs)
+            with unnumbered():
+                value = type(metric).forward(metric, *args, **kwargs)
             self._returned[id(metric)] = recursive_detach(value)
             return value
         if id(metric) not in self._returned:
@@ -174,10 +177,11 @@ class PipelinedMetrics:
         @wraps(compute)
         def compute_for_all(*args: Any, **kwargs: Any) -> Any:
             if self._skips():
-                with patched(metric, "_computed", None):
+                with patched(metric, "_computed", None), unnumbered():
                     return own(*args, **kwargs)
             if not self._mode.broadcasts:
-                return own(*args, **kwargs)
+                with unnumbered():
+                    return own(*args, **kwargs)
             # A metric of metrics calls their `compute`, on the last stage alone.
             with self.counted():
                 value = own(*args, **kwargs) if self._is_last_stage else None

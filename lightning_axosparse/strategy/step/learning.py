@@ -61,6 +61,11 @@ class LoaderSteps:
     undivided: int = 0
     _compared: int = 0
 
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether Python reads numbers from values between layers."""
+        return any(each.numbers for each in self.reads.values())
+
     def begin_batch(self, begins_epoch: bool) -> bool:
         """Count a batch, and return whether it is to be compared."""
         self.batches += 1
@@ -77,6 +82,7 @@ class LoaderSteps:
             known.read |= each.read
             known.side_outputs |= each.side_outputs
             known.is_complete |= each.is_complete
+            known.numbers |= each.numbers
         self.crossing = crossing_of(self.reads)
 
 
@@ -108,14 +114,21 @@ class StepLearner:
         Returns:
             The batch, with one micro-batch if it cannot be divided.
         """
-        trains = self._trainer.training
-        declared = self._reduction if trains else None
         if not step.microbatches:
             return step
         if known.is_undivided:
             step = undivided(step)
         if known.crossing is None and run.pipeline.is_divided:
             self._probe(run, known, step)
+        trains = self._trainer.training
+        declared = self._reduction if trains and not known.reads_numbers else None
+        if trains and self._reduction is not None and known.reads_numbers:
+            self.warn(
+                f"AxoSparseStrategy(loss={self._reduction!r}) saves no memory, as Python reads "
+                "numbers from values between layers (`if x.max() > 1`, `x.std().item()`). They "
+                "are compared with those of the whole batch, whose loss is differentiated once."
+                + see("losses")
+            )
         # Without stages and by a whole loss, the batch passes as a whole.
         runs_parts = run.pipeline.is_divided or declared is not None
         if len(step.microbatches) == 1 or not runs_parts:

@@ -268,6 +268,8 @@ class StepRunner:
         reduction = self._reduction if len(step.microbatches) > 1 else None
         if known.has_other_effects and not run.pipeline.is_divided:
             reduction = None  # Without layers, there is no end of the step to run on the batch.
+        if known.reads_numbers:
+            reduction = None  # Only the end of the step compares them.
         step = self._with_known(known, step, by_parts=reduction is not None)
         step = replace(step, backward=gradients)
         run.layer_state.begin_batch()
