@@ -192,14 +192,15 @@ def closest(tried: Sequence[tuple[float, L]], tolerance: float) -> list[L]:
     return [layout for by, layout in by_difference if by <= max(least, most)]
 
 
-FILL = 1e4
-"""Entries of a mask that is added to scores have at least this magnitude, such as -1e9."""
+_FILL, _SCORES = 1e4, 1e-2
+"""Entries to which a mask was added have at least this magnitude, as with -1e4 or -1e9; and scores
+change them by no more than this fraction."""
 
 
 def difference(one: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors of one shape, relative to the largest entry.
 
-    Equal entries of at least ``FILL`` do not count as the largest: they would hide differences.
+    Entries that are masked in both do not count, as they would hide the differences of others.
     """
     if not (one.is_floating_point() or one.is_complex()):
         return float((one != other).double().mean()) if one.numel() else 0.0
@@ -210,26 +211,29 @@ def difference(one: Tensor, other: Tensor) -> float:
         is_alike = torch.equal(one.isfinite(), finite) and torch.equal(one.isinf(), infinite)
         if not is_alike or not torch.equal(one[infinite], other[infinite]):
             return 1.0
-        one, other = one[finite], other[finite]
-    if not other.numel():
-        return 0.0
-    scale = float(_magnitude(one, other))
-    return float((one - other).abs().max()) / scale if scale else float((one != other).any())
+    apart, largest = _apart_and_largest(one, other)
+    return float(apart) / float(largest) if largest else float(apart > 0)
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
     """Return whether two tensors of one shape differ by more than rounding, on their device."""
-    if not (one.is_floating_point() or one.is_complex()) or not one.numel():
+    if not (one.is_floating_point() or one.is_complex()):
         return (one != other).any()
-    limit = rounding(other.dtype) * _magnitude(one, other)
-    # The difference of two equal infinities is no number, and so not larger than the limit.
-    return (((one - other).abs() > limit) | (one.isnan() != other.isnan())).any()
+    apart, largest = _apart_and_largest(one, other)
+    return (apart > rounding(other.dtype) * largest) | (one.isnan() != other.isnan()).any()
 
 
-def _magnitude(one: Tensor, other: Tensor) -> Tensor:
-    """Return the largest finite entry of ``other``, but for entries of a mask that are equal."""
-    entries = other.abs().nan_to_num(0.0, posinf=0.0)
-    return entries.masked_fill((entries >= FILL) & (one == other), 0.0).max()
+def _apart_and_largest(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest difference and the largest entry of tensors, but for masked entries."""
+    if not other.numel():
+        return other.new_zeros(()), other.new_zeros(())
+    apart, entries = (one - other).abs(), other.abs()
+    masked = (entries >= _FILL) & entries.isfinite() & (apart <= _SCORES * entries)
+    masked &= ~masked.all()
+    # Equal infinities have no difference; others have an infinite one.
+    apart = apart.nan_to_num(0.0, posinf=torch.inf).masked_fill(masked, 0.0)
+    entries = entries.nan_to_num(0.0, posinf=0.0).masked_fill(masked, 0.0)
+    return apart.max(), entries.max()
 
 
 def rounding(dtype: torch.dtype) -> float:

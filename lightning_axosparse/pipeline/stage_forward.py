@@ -274,7 +274,7 @@ class PipelinedLayers:
         if given:
             self._validate_unchanged(index, given, before)
         if current.run.sent is not None:
-            current.side_outputs.end_layer(index)
+            output = current.side_outputs.end_layer(index, output)
             current.values.end_layer(index, output)
         return output
 

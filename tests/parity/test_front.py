@@ -5,6 +5,7 @@ All rows run in one job of two ranks, and once more in one process, in float64.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -332,6 +333,40 @@ class LoggedBetween(Network):
         return x.square().mean()
 
 
+class Storing(nn.Linear):
+    """Stores its input and its output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.input = x
+        self.outputs = {"output": super().forward(x).tanh()}
+        return self.outputs["output"]
+
+
+class StoredBetween(Network):
+    """Code between layers computes with what they have stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(Storing(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)
+        )
+        self.hooked = dict[int, Tensor]()
+        for number, layer in enumerate(self.layers):
+            layer[1].register_forward_hook(partial(self.store, number))
+
+    def store(self, number: int, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.hooked[number] = output
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.embedding(x)
+        for number, layer in enumerate(self.layers):
+            y = layer(x)
+            scale = layer[0].input.abs().amax(1, keepdim=True)
+            scale = scale + layer[0].outputs["output"].exp() * self.hooked[number].cos()
+            x = (x + y) * torch.sigmoid(scale)
+        return x.square().mean()
+
+
 ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
@@ -346,7 +381,15 @@ ROWS: dict[str, type[Network]] = {
             Resampled,
             IndexedRows,
         ),
-        *(OldNorms, GradientHooks, InPlaceFirst, CutMix, NormAsAttribute, LoggedBetween),
+        *(
+            OldNorms,
+            GradientHooks,
+            InPlaceFirst,
+            CutMix,
+            NormAsAttribute,
+            LoggedBetween,
+            StoredBetween,
+        ),
     )
 }
 

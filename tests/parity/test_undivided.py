@@ -65,6 +65,19 @@ class WithMasked(Validated):
         return self.layers(self.embedding(x)).logsumexp(1).square().mean()
 
 
+class Biased(Centered):
+    """Adds a mask."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - 1e4 * (torch.arange(WIDTH) % 2 == 0)
+
+
+class WithBiased(WithMasked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[-1] = Biased(WIDTH, WIDTH)
+
+
 class Branches(Validated):
     """The code between layers does something else for large values."""
 

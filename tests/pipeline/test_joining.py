@@ -268,10 +268,12 @@ def test_values_that_are_not_finite_are_compared_by_their_places() -> None:
     assert difference(torch.tensor([torch.nan, -torch.inf, torch.nan, 2.0]), one) == 1
 
 
-def test_equal_entries_of_a_mask_do_not_hide_differences() -> None:
+def test_masked_entries_do_not_hide_differences() -> None:
     one = torch.tensor([1.0, 2.0, -1e9])
     assert difference(one, one) == 0
     assert difference(torch.tensor([1.0, 2.2, -1e9]), one) == pytest.approx(0.1)
+    assert difference(torch.tensor([1.0, 2.2, -1e9 + 64]), one) == pytest.approx(0.1)
+    assert difference(torch.tensor([1.0, 2.0, -1e9 + 64]), one) == 0
     assert difference(torch.tensor([1.0, 2.0, -1e9 - 1e8]), one) == pytest.approx(0.1)
     masked = torch.tensor([-1e9, -1e9])
     assert difference(masked, masked) == 0

@@ -32,6 +32,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
 )
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
+from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     is_tensor_parallel,
@@ -135,6 +136,8 @@ class SideOutputs:
     )
     """The attributes of the running layer before its forward pass."""
     _hooks: list[tuple[dict[int, Any], int, Any]] = field(init=False, default_factory=list)
+    _stored: set[int] = field(init=False, default_factory=set)
+    """The ids of the tensors in the side outputs of the running layer."""
     _appended: list[tuple[list[Any], int]] = field(init=False, default_factory=list)
     """Lists to which layers have appended, and their lengths before that."""
 
@@ -169,10 +172,15 @@ class SideOutputs:
         """Prepare to compute a layer of the stage."""
         self._layer = index
         self._before = self.layers[index].attributes()
+        self._stored.clear()
 
     @never_compiled
-    def end_layer(self, index: int) -> None:
-        """Record the attributes that a layer of the stage has set."""
+    def end_layer(self, index: int, output: Any) -> Any:
+        """Record the attributes that a layer of the stage has set; return its output.
+
+        On later stages, a side output and an argument or the output of the layer are two tensors.
+        So they are here, too: functions of one of them have numbers (``skip_tensors``).
+        """
         layer = self.layers[index]
         for (module, name), now in layer.attributes().items():
             before = self._before.get((module, name))
@@ -182,11 +190,33 @@ class SideOutputs:
             if length == len(now.items):
                 continue
             if length is not None and isinstance(now.value, list):
-                items = list(now.items[length:])
+                items = now.value[length:] = self._apart(list(now.items[length:]))
                 self._record(SideOutput(place, items, is_appended=True))
                 self._record_append(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
                 self._record(SideOutput(place, now.value))
+                self._set_apart(module, name, now.value)
+        if self._stored:
+            output = object_map(
+                Tensor, lambda each: _view(each) if id(each) in self._stored else each, output
+            )
+        return output
+
+    def _set_apart(self, module: nn.Module, name: str, value: Any) -> None:
+        """Replace the tensors of an attribute that are arguments of the layer."""
+        apart = self._apart(value)
+        if isinstance(value, list):
+            value[:] = apart
+        elif isinstance(value, dict):
+            value.update(apart)
+        elif apart is not value:
+            setattr(module, name, apart)
+
+    def _apart(self, value: Any) -> Any:
+        """Replace the tensors whose functions have numbers."""
+        return object_map(
+            Tensor, lambda each: _view(each) if self.values.is_numbered(each) else each, value
+        )
 
     def to_send(self) -> tuple[SideOutput, ...]:
         """Return the side outputs for the next stage, after the stage's last layer."""
@@ -267,13 +297,14 @@ class SideOutputs:
         def watched(module: nn.Module, *args: Any) -> Any:
             path = self.layers[self._layer].paths[module]
             self._record(SideOutput(SidePlace(self._layer, path, registry, position), args))
-            return hook(module, *args)
+            return hook(module, *self._apart(args))
 
         watched.watched_by = self  # type: ignore[attr-defined]
         return watched
 
     def _record(self, side: SideOutput) -> None:
         """Record a side output of a layer of the stage."""
+        self._stored.update(map(id, object_leaves(side.value, Tensor)))
         if self.run.reads is not None:
             leaves = range(-1, len(values_in(side.value)))
             self.run.reads.side_outputs |= {side.place._replace(leaf=leaf) for leaf in leaves}
@@ -298,3 +329,7 @@ class SideOutputs:
         has_graph = any(isinstance(item, Tensor) and item.requires_grad for item in new)
         if has_graph or not torch.is_grad_enabled():
             self._appended.append((items, len(items) - len(new)))
+
+
+def _view(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)

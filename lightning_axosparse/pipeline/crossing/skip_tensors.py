@@ -394,6 +394,11 @@ class DerivedValues(PausableMode):
             self._record_read([self._tracked[id(tensor)]])
         return True
 
+    def is_numbered(self, tensor: Tensor) -> bool:
+        """Whether functions of a tensor have numbers."""
+        entry = self._find(tensor)
+        return entry is not None and entry.place is not None
+
     def _find(self, tensor: Tensor) -> _Tracked | None:
         entry = self._tracked.get(id(tensor))
         return entry if entry is not None and entry.tensor() is tensor else None

@@ -65,6 +65,8 @@ class ComparisonResult(NamedTuple):
         is_too_large: whether that is so as the batch does not fit into memory at once.
         layers: the first stage whose output differs for the batch, which layer gives it in words,
             and the relative difference; None if none differs.
+        is_unjoined: whether outputs of the last stage have other shapes for the batch, so that none
+            like them were joined.
         layouts: the layouts of samples in the outputs of the last stage.
         draws: whether the step draws random numbers outside the layers.
         guessed_wrong: whether micro-batches got the random numbers of other samples.
@@ -92,6 +94,7 @@ class ComparisonResult(NamedTuple):
     warnings: Sequence[str] = ()
     is_too_large: bool = False
     reads_others: bool = False
+    is_unjoined: bool = False
 
 
 class _ComparedStep(StageStep):
@@ -226,6 +229,7 @@ class Comparison:
         stage_module, sizes = self._stage_module, self._step.sizes
         layers: tuple[int, str, float] | None = None
         layouts: Mapping[Hashable, Sequence[SampleLayout]] = {}
+        is_unjoined = False
         for stage in stage_module.stages:
             failed = {each.failed for each in (*whole[stage], *parts[stage])} - {None}
             if failed:
@@ -246,7 +250,8 @@ class Comparison:
                 layers = stage, self._gives(stage, key), by
             if stage == stage_module.last_stage:
                 layouts = known
-        return ComparisonResult(layers=layers, layouts=layouts)
+                is_unjoined = any(by == float("inf") for _, by in worst)
+        return ComparisonResult(layers=layers, layouts=layouts, is_unjoined=is_unjoined)
 
     def _gives(self, stage: int, key: Any) -> str:
         """Return in words which layer of a stage, or of those before it, gives or sets a value."""
@@ -464,4 +469,5 @@ def _together(results: Sequence[ComparisonResult]) -> ComparisonResult:
         [attribute for each in results for attribute in each.counted],
         [attribute for each in results for attribute in each.rewritten],
         list(dict.fromkeys(text for each in results for text in each.warnings)),
+        is_unjoined=any(each.is_unjoined for each in results),
     )

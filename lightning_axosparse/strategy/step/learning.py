@@ -301,15 +301,14 @@ class StepLearner:
         """
         assert result.layers is not None
         _, gives, by = result.layers
-        shows = by == float("inf")
-        apart = "other shapes or kinds" if shows else f"a difference of {by:.1%}"
+        apart = "other shapes or kinds" if by == float("inf") else f"a difference of {by:.1%}"
         text = (
             f"In {self._where(step)}, {gives} something else for {len(step.microbatches)} "
             f"micro-batches than for the whole batch ({apart}): it, or a layer or code between "
             "layers before it, compares samples with each other, or uses a statistic or a count of "
             "the batch."
         )
-        if known.batches > 1 and not shows:
+        if known.batches > 1 and not result.is_unjoined:
             raise MisconfigurationException(
                 f"{text} Earlier batches may have been computed differently, too. "
                 "AxoSparseStrategy(microbatches=1) is exact." + see("losses")
