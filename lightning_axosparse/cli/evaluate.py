@@ -68,7 +68,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     if missing is not None:
         raise FileNotFoundError(missing + see("commands"))
     L.seed_everything(config.seed)
-    data = instantiate(config.data)
+    data = instantiate(config.data, _convert_="all")
     model, unloaded = load_model(config.model, source)
     _validate_context(model, data)
     trainer: L.Trainer = instantiate(
@@ -139,7 +139,7 @@ def load_model(config: DictConfig, source: Path) -> tuple[L.LightningModule, Pat
         The model, and the file whose weights the Trainer has to load; None if they are loaded.
     """
     if is_safetensors(source):
-        model: L.LightningModule = instantiate(config)
+        model: L.LightningModule = instantiate(config, _convert_="all")
         state = SafetensorsState(source)
         if state.sparse:
             load_sparse(model, source)
@@ -151,7 +151,7 @@ def load_model(config: DictConfig, source: Path) -> tuple[L.LightningModule, Pat
     contents = files.load_mapped(source, weights_only=True)
     values = contents.get("hyper_parameters", {})
     _validate_values(values, source)
-    make = instantiate(config, _partial_=True)
+    make = instantiate(config, _partial_=True, _convert_="all")
     try:
         return make(**values), source
     except Exception as error:  # Classes may raise any exception for arguments they do not know.

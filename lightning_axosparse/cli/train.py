@@ -130,8 +130,9 @@ def train(config: DictConfig) -> float | None:
     validate_trainer(config.trainer)
     settings = settings_of(config)  # Before `instantiate` resolves parts of it in place.
     L.seed_everything(config.seed)
-    data = instantiate(config.data)
-    model = instantiate(config.model)
+    # Lists and dicts, not OmegaConf's, which checkpoints would hold as hyperparameters.
+    data = instantiate(config.data, _convert_="all")
+    model = instantiate(config.model, _convert_="all")
     callbacks = dict(config.callbacks.items())
     if not config.trainer.enable_progress_bar:  # Lightning refuses the callback then.
         callbacks.pop("progress", None)

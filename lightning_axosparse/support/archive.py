@@ -24,6 +24,7 @@ from lightning_axosparse.support.torch_internals import (
 )
 
 _BLOCK = 1 << 20
+_IS_FOLDER = 0x10
 _LARGE = ("state_dict", "optimizer_states")
 """The entries of a checkpoint with the tensors of the full model."""
 
@@ -123,6 +124,8 @@ def verify(path: str | os.PathLike[str]) -> None:
                 raise CorruptFileError(
                     "its records are compressed or overlap, as torch.save's do not"
                 )
+            if any(record.external_attr & _IS_FOLDER for record in records):
+                raise CorruptFileError("a record is a folder, of which torch would read nothing")
             for record in records:
                 # Without one: written after torch.serialization.set_crc32_options(False).
                 if record.CRC:

@@ -164,3 +164,13 @@ def _resident() -> int:
     """Bytes of files and of shared memory that this process has in memory."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssFile"))
+
+
+def test_a_record_that_is_marked_as_a_folder_is_damaged(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(3)}, tmp_path / "file.pt")
+    content = bytearray((tmp_path / "file.pt").read_bytes())
+    entry = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))
+    content[entry + 38] |= 0x10  # The external attributes: torch would read no bytes.
+    (tmp_path / "file.pt").write_bytes(content)
+    with pytest.raises(CorruptFileError, match="a record is a folder"):
+        archive.verify(tmp_path / "file.pt")

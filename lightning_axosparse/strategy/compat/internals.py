@@ -55,6 +55,11 @@ reduce = _sync_ddp_if_available
 """Reduces a tensor over a group, in place."""
 
 
+def set_metrics(trainer: Trainer, name: str, metrics: dict[str, Any]) -> None:
+    """Set ``callback_metrics``, ``logged_metrics`` or ``progress_bar_metrics`` of a Trainer."""
+    setattr(trainer._logger_connector, f"_{name}", metrics)
+
+
 class RankLocalCallback(Callback):
     """A callback of the strategy that refers to objects of one rank and one run."""
 

@@ -1,10 +1,10 @@
 """Copies the changes of a call from its ranks to the caller's objects: attributes and weights.
 
-The caller keeps its objects: attributes are set in its module, callbacks, loggers and datamodule,
-so that every reference to them sees the same as after a call in the caller's process. Each rank
-writes the weights that it stores to a file of its own. The caller reads them into the memory of its
-own parameters, one tensor at a time, so that neither a rank nor a buffer ever holds the whole
-model.
+The caller keeps its objects: attributes are set in its module, callbacks, loggers and datamodule.
+A list, dict or set that such an attribute has had all the time is updated in place, as the caller
+may refer to it; one that the call has put there is a new one here, too. Each rank writes the
+weights that it stores to a file of its own. The caller reads them into the memory of its own
+parameters, one tensor at a time, so that neither a rank nor a buffer ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_axosparse.strategy.compat.internals import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of, set_metrics
 from lightning_axosparse.strategy.compat.lockstep import loops_of, progress_of
 from lightning_axosparse.strategy.launcher.pickling import can_be_copied, names_by_id, pickle_digest
 from lightning_axosparse.support.torch_internals import swap_values, tree_map_only
@@ -54,12 +54,15 @@ class Changes:
 
     Attributes:
         attributes: the new values of changed attributes, by the name of the object.
+        in_place: the names of objects with those of attributes that are the same list, dict or set
+            as before the call.
         removed: the names of objects with those of attributes that they no longer have, such as a
             None that ``configure_model`` has replaced by a submodule.
         unpicklable: changed attributes of the user's objects that cannot be pickled.
     """
 
     attributes: dict[str, dict[str, Any]]
+    in_place: set[tuple[str, str]]
     removed: list[tuple[str, str]]
     unpicklable: list[str]
 
@@ -69,6 +72,8 @@ class Changes:
             vars(named[name]).pop(attribute, None)
         for name, attributes in self.attributes.items():
             for attribute, value in attributes.items():
+                if (name, attribute) in self.in_place:
+                    value = _updated(getattr(named[name], attribute, None), value)
                 _assign(named[name], attribute, value)
         if self.unpicklable:
             rank_zero_warn(
@@ -86,6 +91,11 @@ class Snapshot:
         self._all = named
         self._types = {name: type(value) for name, value in named.items()}
         self._before = _digests(named)
+        self._values = {
+            (name, attribute): value
+            for name, owner in named.items()
+            for attribute, value in _returned_attributes(owner).items()
+        }
 
     @property
     def named(self) -> dict[str, Any]:
@@ -103,6 +113,7 @@ class Snapshot:
         named = self.named
         changed: dict[str, dict[str, Any]] = {}
         unpicklable: list[str] = []
+        in_place: set[tuple[str, str]] = set()
         digests = _digests(named)
         removed = [key for key in self._before.keys() - digests.keys() if key[0] in named]
         for (name, attribute), digest in digests.items():
@@ -111,9 +122,11 @@ class Snapshot:
             value = _returned_attributes(named[name])[attribute]
             if digest is not None and can_be_copied(value, named):
                 changed.setdefault(name, {})[attribute] = value
+                if value is self._values.get((name, attribute)):
+                    in_place.add((name, attribute))
             elif not type(named[name]).__module__.startswith(_LIBRARIES):
                 unpicklable.append(f"{name}.{attribute} ({type(value).__name__})")
-        return Changes(changed, removed, unpicklable)
+        return Changes(changed, in_place, removed, unpicklable)
 
 
 def _digests(named: Mapping[str, Any]) -> dict[tuple[str, str], bytes | None]:
@@ -160,17 +173,23 @@ def _returned_attributes(owner: Any) -> dict[str, Any]:
     return progress_of(owner)
 
 
-def _assign(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute; update a list, dict or set in place, as the caller may refer to it."""
-    old: Any = getattr(owner, name, None)
-    if type(old) is type(value) and isinstance(old, dict | set):
-        old.clear()
+def _updated(old: Any, value: Any) -> Any:
+    """Return ``old`` with the entries of ``value``; ``value`` if they are no collections."""
+    if type(old) is not type(value) or not isinstance(old, dict | set | list | deque):
+        return value
+    old.clear()
+    if isinstance(old, dict | set):
         old.update(value)
-    elif type(old) is type(value) and isinstance(old, list | deque):
-        old.clear()
+    else:
         old.extend(value)
-    elif isinstance(owner, nn.Parameter):
+    return old
+
+
+def _assign(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, nn.Parameter):
         owner.requires_grad_(value)
+    elif isinstance(owner, Trainer) and name in _METRICS:
+        set_metrics(owner, name, value)
     else:
         vars(owner)[name] = value
 

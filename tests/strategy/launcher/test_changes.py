@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -88,3 +89,29 @@ def test_an_attribute_that_became_a_submodule_is_removed() -> None:
     changes.apply({"model": caller})
     assert isinstance(caller.net, nn.Linear)
     assert "net" not in vars(caller)
+
+
+class Recording(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.epoch = list[list[int]](), list[int]()
+
+
+def test_a_collection_is_updated_in_place_if_the_call_has_not_replaced_it() -> None:
+    caller, rank = Recording(), Recording()
+    trainers = [L.Trainer(logger=False, enable_checkpointing=False) for _ in range(2)]
+    for each in (caller, rank):
+        each.all.append(each.epoch)
+    first, all_epochs, metrics = caller.epoch, caller.all, trainers[0].callback_metrics
+    before = Snapshot({"model": rank, "trainer": trainers[1]})
+    rank.epoch = [1]
+    rank.all.append(rank.epoch)
+    trainers[1].callback_metrics["loss"] = torch.tensor(0.5)
+    changes = pickle.loads(pickle.dumps(before.changes()))
+    changes.apply({"model": caller, "trainer": trainers[0]})
+    assert caller.all is all_epochs
+    assert caller.all == [[], [1]]
+    assert caller.epoch is caller.all[1]
+    assert first == []
+    assert trainers[0].callback_metrics == {"loss": torch.tensor(0.5)}
+    assert metrics == {}
