@@ -116,6 +116,22 @@ def test_training_on_after_the_swap_equals_masked_dense_training(make):
                 torch.testing.assert_close(states[0][key], unpruned(name, value, masks))
 
 
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_a_fused_optimizer_with_state_of_another_size_is_refused(goes_back):
+    model = torch.nn.Linear(64, 64)
+    masks = {"weight": torch.rand(64, 64) < 0.2}
+    if goes_back:
+        sparsify(model, masks)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    densify(model) if goes_back else sparsify(model, masks)
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="Give the optimizer to sparsify"):
+        optimizer.step()
+
+
 def test_densify_expands_the_state():
     torch.manual_seed(0)
     training = Training(Net(), ELEMENTWISE["AdamW"])
