@@ -193,47 +193,50 @@ def closest(tried: Sequence[tuple[float, L]], tolerance: float) -> list[L]:
 
 
 _FILL, _SCORES = 1e4, 1e-2
-"""Entries to which a mask was added have at least this magnitude, as with -1e4 or -1e9; and scores
+"""Entries to which a mask was added have at least this magnitude, as with -1e4 or -1e9; scores
 change them by no more than this fraction."""
 
 
 def difference(one: Tensor, other: Tensor) -> float:
     """Return the largest difference of two tensors of one shape, relative to the largest entry.
 
-    Entries that are masked in both do not count, as they would hide the differences of others.
+    If a mask makes some entries far larger, others are also compared among themselves.
     """
     if not (one.is_floating_point() or one.is_complex()):
         return float((one != other).double().mean()) if one.numel() else 0.0
-    one, other = one.to(torch.promote_types(one.dtype, torch.float32)), other.to(one.dtype)
     finite = other.isfinite()
     if not bool(finite.all()):
         infinite = other.isinf()
         is_alike = torch.equal(one.isfinite(), finite) and torch.equal(one.isinf(), infinite)
         if not is_alike or not torch.equal(one[infinite], other[infinite]):
             return 1.0
-    apart, largest = _apart_and_largest(one, other)
-    return float(apart) / float(largest) if largest else float(apart > 0)
+    return float(_relative_difference(one, other))
 
 
 def differs(one: Tensor, other: Tensor) -> Tensor:
     """Return whether two tensors of one shape differ by more than rounding, on their device."""
     if not (one.is_floating_point() or one.is_complex()):
         return (one != other).any()
-    apart, largest = _apart_and_largest(one, other)
-    return (apart > rounding(other.dtype) * largest) | (one.isnan() != other.isnan()).any()
+    is_more = _relative_difference(one, other) > rounding(other.dtype)
+    return is_more | (one.isnan() != other.isnan()).any()
 
 
-def _apart_and_largest(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest difference and the largest entry of tensors, but for masked entries."""
-    if not other.numel():
-        return other.new_zeros(()), other.new_zeros(())
-    apart, entries = (one - other).abs(), other.abs()
-    masked = (entries >= _FILL) & entries.isfinite() & (apart <= _SCORES * entries)
-    masked &= ~masked.all()
+def _relative_difference(one: Tensor, other: Tensor) -> Tensor:
+    dtype = torch.promote_types(other.dtype, torch.float32)
+    one, other = one.to(dtype), other.to(dtype)
     # Equal infinities have no difference; others have an infinite one.
-    apart = apart.nan_to_num(0.0, posinf=torch.inf).masked_fill(masked, 0.0)
-    entries = entries.nan_to_num(0.0, posinf=0.0).masked_fill(masked, 0.0)
-    return apart.max(), entries.max()
+    apart, entries = (one - other).abs().nan_to_num(0.0, posinf=torch.inf), other.abs()
+    if not other.numel():
+        return apart.sum()
+    entries = entries.nan_to_num(0.0, posinf=0.0)
+    large = entries >= _FILL
+    is_mask = entries.masked_fill(~large, torch.inf).min() >= (1 - _SCORES) * entries.max()
+    others = _ratio(apart.masked_fill(large, 0.0).max(), entries.masked_fill(large, 0.0).max())
+    return torch.maximum(_ratio(apart.max(), entries.max()), torch.where(is_mask, others, 0.0))
+
+
+def _ratio(apart: Tensor, largest: Tensor) -> Tensor:
+    return torch.where(largest > 0, apart / largest, (apart > 0).to(apart.dtype))
 
 
 def rounding(dtype: torch.dtype) -> float:

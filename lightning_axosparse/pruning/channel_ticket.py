@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -45,7 +45,7 @@ from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.troubleshooting import see
 
 
-def prune_inputs(layer: nn.Module, mask: Tensor, optimizers: Collection[Optimizer]) -> None:
+def prune_inputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]) -> None:
     """Remove inputs of a weighted layer, which may be on the meta device, with optimizer state.
 
     ``mask`` is a bool tensor, False for each input to remove.
@@ -55,7 +55,7 @@ def prune_inputs(layer: nn.Module, mask: Tensor, optimizers: Collection[Optimize
     setattr(layer, places.inputs, int(mask.sum()))
 
 
-def prune_outputs(layer: nn.Module, mask: Tensor, optimizers: Collection[Optimizer]) -> None:
+def prune_outputs(layer: nn.Module, mask: Tensor, optimizers: Iterable[Optimizer]) -> None:
     """Remove outputs of a weighted layer, or channels of a BatchNorm, in the same way."""
     places = PLACES[type(layer)]
     _prune_tensor(layer, "weight", places.output_dimension, mask, optimizers)
@@ -75,7 +75,7 @@ def validate_channelwise_optimizer(optimizer: Optimizer) -> None:
 
 
 def _prune_tensor(
-    layer: nn.Module, name: str, dimension: int, mask: Tensor, optimizers: Collection[Optimizer]
+    layer: nn.Module, name: str, dimension: int, mask: Tensor, optimizers: Iterable[Optimizer]
 ) -> None:
     """Remove slices of a parameter or buffer, if there is one, which stays the same object."""
     tensor: Tensor | None = getattr(layer, name, None)
@@ -92,7 +92,7 @@ def _prune_tensor(
         tensor.set_(prune(tensor))  # type: ignore[call-overload]
 
 
-_Prune = Callable[[nn.Module, Tensor, Collection[Optimizer]], None]
+_Prune = Callable[[nn.Module, Tensor, Iterable[Optimizer]], None]
 
 RATIO = number("a number in (0, 1)", lambda ratio: 0 < ratio < 1)
 """A fraction to prune: some, and not all."""

@@ -273,7 +273,7 @@ def test_masked_entries_do_not_hide_differences() -> None:
     assert difference(one, one) == 0
     assert difference(torch.tensor([1.0, 2.2, -1e9]), one) == pytest.approx(0.1)
     assert difference(torch.tensor([1.0, 2.2, -1e9 + 64]), one) == pytest.approx(0.1)
-    assert difference(torch.tensor([1.0, 2.0, -1e9 + 64]), one) == 0
+    assert difference(torch.tensor([1.0, 2.0, -1e9 + 64]), one) < 1e-6
     assert difference(torch.tensor([1.0, 2.0, -1e9 - 1e8]), one) == pytest.approx(0.1)
     masked = torch.tensor([-1e9, -1e9])
     assert difference(masked, masked) == 0
@@ -287,3 +287,10 @@ def test_tensors_differ_by_more_than_rounding() -> None:
         assert differs(one.index_fill(0, torch.tensor(place), other), one)
     assert not differs(one[:0], one[:0])
     assert differs(torch.tensor([2]), torch.tensor([3]))
+    assert not differs(one[:0].cfloat(), one[:0].cfloat())
+
+
+def test_large_values_that_are_no_mask_are_compared() -> None:
+    one = torch.tensor([2e4, 3e4, 1.0])
+    assert difference(torch.tensor([2.01e4, 3.02e4, 1.0]), one) == pytest.approx(200 / 3e4)
+    assert difference(torch.tensor([2e4, 3e4, 1.1]), one) == pytest.approx(0.1 / 3e4, rel=0.01)

@@ -32,7 +32,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
 )
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
-from lightning_axosparse.support.object_trees import object_leaves, object_map
+from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     is_tensor_parallel,
@@ -190,33 +190,31 @@ class SideOutputs:
             if length == len(now.items):
                 continue
             if length is not None and isinstance(now.value, list):
-                items = now.value[length:] = self._apart(list(now.items[length:]))
+                items = list(now.items[length:])
                 self._record(SideOutput(place, items, is_appended=True))
+                self._set_apart(module, name, now.value)
                 self._record_append(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
                 self._record(SideOutput(place, now.value))
                 self._set_apart(module, name, now.value)
-        if self._stored:
-            output = object_map(
-                Tensor, lambda each: _view(each) if id(each) in self._stored else each, output
-            )
-        return output
+        if not self._stored:
+            return output
+        return tuple(map(self._apart, output)) if type(output) is tuple else self._apart(output)
+
+    def _apart(self, output: Any) -> Any:
+        is_stored = isinstance(output, Tensor) and id(output) in self._stored
+        return _view(output) if is_stored else output
 
     def _set_apart(self, module: nn.Module, name: str, value: Any) -> None:
         """Replace the tensors of an attribute that are arguments of the layer."""
-        apart = self._apart(value)
-        if isinstance(value, list):
-            value[:] = apart
-        elif isinstance(value, dict):
-            value.update(apart)
-        elif apart is not value:
-            setattr(module, name, apart)
-
-    def _apart(self, value: Any) -> Any:
-        """Replace the tensors whose functions have numbers."""
-        return object_map(
-            Tensor, lambda each: _view(each) if self.values.is_numbered(each) else each, value
-        )
+        if isinstance(value, Tensor):
+            if self.values.is_numbered(value):
+                setattr(module, name, _view(value))
+            return
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in list(items):
+            if isinstance(item, Tensor) and self.values.is_numbered(item):
+                value[key] = _view(item)
 
     def to_send(self) -> tuple[SideOutput, ...]:
         """Return the side outputs for the next stage, after the stage's last layer."""
@@ -297,7 +295,7 @@ class SideOutputs:
         def watched(module: nn.Module, *args: Any) -> Any:
             path = self.layers[self._layer].paths[module]
             self._record(SideOutput(SidePlace(self._layer, path, registry, position), args))
-            return hook(module, *self._apart(args))
+            return hook(module, *args)
 
         watched.watched_by = self  # type: ignore[attr-defined]
         return watched
@@ -332,4 +330,6 @@ class SideOutputs:
 
 
 def _view(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor)
+    # A view that is created without gradients could not be changed in place with them.
+    has_graph = tensor.requires_grad and torch.is_grad_enabled()
+    return tensor.view_as(tensor) if has_graph else tensor.detach()

@@ -7,7 +7,7 @@ which checkpoints hold as an entry of the optimizer state.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -17,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_axosparse.sparse.module.parameters import (
     OwnedParameter,
@@ -40,6 +41,10 @@ def convert_state(
     }
 
 
+_converted: Any = WeakIdKeyDictionary()
+"""The parameters that have been converted."""
+
+
 @cache
 def _watch_fused_optimizers() -> None:
     register_optimizer_step_pre_hook(_validate_fused_state)
@@ -48,7 +53,10 @@ def _watch_fused_optimizers() -> None:
 def _validate_fused_state(optimizer: Optimizer, *_: Any) -> None:
     """Check the sizes of optimizer state: fused kernels write behind the end of a smaller one."""
     for group in optimizer.param_groups:
-        for parameter in group["params"] if group.get("fused") else ():
+        parameters = group["params"] if group.get("fused") else ()
+        for parameter in parameters:
+            if parameter not in _converted:
+                continue
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise RuntimeError(
@@ -60,11 +68,11 @@ def _validate_fused_state(optimizer: Optimizer, *_: Any) -> None:
 
 
 def convert_parameter(
-    parameter: nn.Parameter, optimizers: Collection[Optimizer], convert: Callable[[Tensor], Tensor]
+    parameter: nn.Parameter, optimizers: Iterable[Optimizer], convert: Callable[[Tensor], Tensor]
 ) -> None:
     """Convert a parameter's values, its gradient, and what has its shape in optimizer state."""
-    if not optimizers:
-        _watch_fused_optimizers()
+    _watch_fused_optimizers()
+    _converted[parameter] = True
     shape, gradient = parameter.shape, parameter.grad
     if gradient is not None:
         gradient = convert(gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -77,6 +77,7 @@ class PipelinedMetrics:
         self._module, self._data_group = module, data_group
         self._from_last_stage, self._is_last_stage = from_last_stage, is_last_stage
         self._mode = _SHARED
+        self._uncounted: Callable[[], AbstractContextManager[None]] = unnumbered
         self.touched = False
         self._returned: dict[int, Any] = {}
         """The last value of each metric's ``forward``, by the metric's id."""
@@ -141,13 +142,14 @@ class PipelinedMetrics:
 
     def _update(self, update: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if not self._skips(args, kwargs):
-            with unnumbered():
+            with self._uncounted():
                 update(*args, **kwargs)
 
     def forward(self, metric: Metric, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward`` of a metric; in :meth:`skipped`, return NaN in the form of its value."""
         if not self._skips(args, kwargs):
-            with unnumbered():
+            # Code between layers that computes with the value, a NaN in other runs, is refused.
+            with patched(self, "_uncounted", nullcontext):
                 value = type(metric).forward(metric, *args, **kwargs)
             self._returned[id(metric)] = recursive_detach(value)
             return value
@@ -177,10 +179,10 @@ class PipelinedMetrics:
         @wraps(compute)
         def compute_for_all(*args: Any, **kwargs: Any) -> Any:
             if self._skips():
-                with patched(metric, "_computed", None), unnumbered():
+                with patched(metric, "_computed", None), self._uncounted():
                     return own(*args, **kwargs)
             if not self._mode.broadcasts:
-                with unnumbered():
+                with self._uncounted():
                     return own(*args, **kwargs)
             # A metric of metrics calls their `compute`, on the last stage alone.
             with self.counted():
