@@ -192,7 +192,7 @@ class SideOutputs:
             if length is not None and isinstance(now.value, list):
                 items = list(now.items[length:])
                 self._record(SideOutput(place, items, is_appended=True))
-                self._set_apart(module, name, now.value)
+                self._set_apart(module, name, now.value, length)
                 self._record_append(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
                 self._record(SideOutput(place, now.value))
@@ -202,16 +202,17 @@ class SideOutputs:
         return tuple(map(self._apart, output)) if type(output) is tuple else self._apart(output)
 
     def _apart(self, output: Any) -> Any:
+        """Return another tensor than that of a side output."""
         is_stored = isinstance(output, Tensor) and id(output) in self._stored
         return _view(output) if is_stored else output
 
-    def _set_apart(self, module: nn.Module, name: str, value: Any) -> None:
-        """Replace the tensors of an attribute that are arguments of the layer."""
+    def _set_apart(self, module: nn.Module, name: str, value: Any, first: int = 0) -> None:
+        """Replace the tensors of an attribute, from an item on, that are arguments of the layer."""
         if isinstance(value, Tensor):
             if self.values.is_numbered(value):
                 setattr(module, name, _view(value))
             return
-        items = value.items() if isinstance(value, dict) else enumerate(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value[first:], first)
         for key, item in list(items):
             if isinstance(item, Tensor) and self.values.is_numbered(item):
                 value[key] = _view(item)
