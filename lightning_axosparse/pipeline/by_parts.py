@@ -148,6 +148,8 @@ class PartedStageStep(TrainingStageStep):
         """Return why the batch has to run again, after a run on a micro-batch."""
         if run.draws is not None and run.draws.has_drawn():
             return Rerun.DRAWS
+        if run.numbers:  # Only the end of the step compares them.
+            return Rerun.READS
         numbers = self.batch.numbers.get(self.stage)
         if numbers is not None and numbers.problem:
             raise not_by_parts(numbers.problem)

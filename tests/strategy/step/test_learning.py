@@ -351,6 +351,23 @@ def test_a_value_that_later_batches_read_is_sent_then(first: int, source: int, l
     assert_equals_one_process(mse, net, loss=loss)
 
 
+class BranchingLate(Net):
+    """Takes a branch by a number of a value between layers, in a batch that is not compared."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.model:
+            x = layer(x)
+            if batch_idx == 2 and x[:, 0].mean() > 0:
+                x = 2 * x
+        return self.given(self, x, batch[1])
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+def test_a_number_that_a_later_batch_reads_first_is_that_of_the_batch(loss: str) -> None:
+    assert_equals_one_process(mse, BranchingLate, loss=loss)
+
+
 def penalized(module: Net, z: Tensor, y: Tensor) -> Tensor:
     """Differentiate code behind the layers by its input; it prints, so it runs on the batch too."""
     x = z.detach().requires_grad_()
