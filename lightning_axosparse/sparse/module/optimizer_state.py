@@ -41,8 +41,8 @@ def convert_state(
     }
 
 
-_converted: Any = WeakIdKeyDictionary()
-"""The parameters that have been converted."""
+_shapes_before: Any = WeakIdKeyDictionary()
+"""Parameter -> its shape before its last conversion."""
 
 
 @cache
@@ -53,12 +53,10 @@ def _watch_fused_optimizers() -> None:
 def _validate_fused_state(optimizer: Optimizer, *_: Any) -> None:
     """Check the sizes of optimizer state: fused kernels write behind the end of a smaller one."""
     for group in optimizer.param_groups:
-        parameters = group["params"] if group.get("fused") else ()
-        for parameter in parameters:
-            if parameter not in _converted:
-                continue
+        for parameter in group["params"] if group.get("fused") else ():
+            before = _shapes_before.get(parameter, parameter.shape)
             for name, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                if isinstance(value, Tensor) and value.shape == before != parameter.shape:
                     raise RuntimeError(
                         f"{type(optimizer).__name__} has {name!r} of shape {tuple(value.shape)} "
                         f"for a parameter of shape {tuple(parameter.shape)}. Give the optimizer "
@@ -72,7 +70,7 @@ def convert_parameter(
 ) -> None:
     """Convert a parameter's values, its gradient, and what has its shape in optimizer state."""
     _watch_fused_optimizers()
-    _converted[parameter] = True
+    _shapes_before[parameter] = parameter.shape
     shape, gradient = parameter.shape, parameter.grad
     if gradient is not None:
         gradient = convert(gradient)
