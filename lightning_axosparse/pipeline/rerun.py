@@ -9,7 +9,7 @@ class Rerun(Enum):
     """Why a batch has to run again; of several reasons, the last one in this list counts."""
 
     DRAWS = "the step draws random numbers outside the layers"
-    READS = "the step reads a value that was not sent"
+    READS = "the step reads a value that was not sent, or a number for the first time"
     HAS_OTHER_EFFECTS = "the step does more than to return a loss and to log it"
     MIXES = "the code before the layers mixes samples"
     FAILS = "a run on a micro-batch raised an error"

@@ -166,7 +166,9 @@ class DerivedValues(PausableMode):
         self._layer, self._results = -1, 0
         self._versions: list[tuple[Tensor, int]] = []
         self._received_output = received.output
-        self._is_changed = self._is_in_layer = self.is_unnumbered = False
+        self._is_changed = self._is_in_layer = False
+        self.is_unnumbered = False
+        """Whether results have no numbers now, as in :func:`unnumbered`."""
 
     def begin_stage(self) -> None:
         """From now on, the stage computes values itself."""
