@@ -9,16 +9,15 @@ stay in the first cache. The values of the next 64 rows are prefetched meanwhile
 Sums run over columns in ascending order: a token's result depends neither on the tokens beside it
 nor on the number of threads.
 
-A single token has functions of its own, whose time is that of reading the weight. With the
-transposed weight the lanes of a vector are values, not tokens. Where the processor has AVX-512, the
-inputs of a segment lie in registers, and an instruction permutes them to the order of a row's
-values (:func:`by_segments`). Elsewhere they are loaded one by one (:func:`by_columns`). The two add
-in different orders. With the weight as it is stored, values are multiplied one by one
-(:func:`one_token_spmm`): each changes another output. That gives the bits of :func:`spmm`.
+Where the processor multiplies bfloat16, arrays may be of that dtype, too. An instruction adds the
+products of two values to each lane, in float32. As each value of ``spmm`` changes another sum, it
+has no such pairs, and the weight is transposed for them (:func:`transpose_weight`).
 
-The functions take flat float32 arrays, and check nothing. ``rows`` are those of the weight with
-which to compute, ``start`` the number of values before these, ``bias`` has one number for each
-output or none, and ``packed`` is memory for ``LANES * (width + ROWS)`` numbers.
+The functions take flat arrays, and check nothing. Arrays of bfloat16 have the dtype uint16; biases,
+outputs and the results of ``sddmm`` are float32. ``rows`` are those of the weight with which to
+compute, ``start`` the number of values before these, ``bias`` has one number for each output or
+none, and ``packed`` is memory for ``LANES * (width + ROWS)`` numbers of float32, but in ``spmm_t``
+for ``LANES * width``, with ``LANES * ROWS`` in ``sums``.
 """
 
 from __future__ import annotations
@@ -26,27 +25,29 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 
 from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT, Span, Weight
+from lightning_axosparse.sparse.kernels.llvm import PAIRS, REGISTER
 from lightning_axosparse.sparse.kernels.vectors import (
-    AT_ONCE,
-    HAS_AVX512,
-    REGISTER,
     add_dots,
-    add_products_from_memory,
-    add_products_from_registers,
+    add_two_products,
     broadcast,
     compiled,
+    interleave,
     item,
     lanes_of,
     load,
     multiply_add,
+    operands_for,
+    place_of,
+    pointer_to,
     prefetch,
     store,
-    store_columns,
-    total_of,
     transpose,
     zeros,
+    zeros_for,
 )
 
 _LANES_OF_SDDMM = min(LANES, 8 * REGISTER)
@@ -63,17 +64,19 @@ def spmm_t(
     bias: Any,
     outputs: Any,
     packed: Any,
+    sums: Any,
 ) -> None:
     """Compute some rows' columns of ``inputs @ weight.t() + bias``."""
+    many, few = zeros_for(64, inputs), zeros_for(16, inputs)
     token = 0
     while token < tokens:
-        part = (inputs, (token, tokens), weight, rows, start, bias, outputs, packed)
-        if tokens - token > 16:
-            token += _spmm_t(zeros(64), *part)
+        part = (inputs, (token, tokens), weight, rows, start, bias, outputs, packed, sums)
+        if tokens - token > lanes_of(few):
+            token += _spmm_t(many, *part)
         elif tokens - token > 8:
-            token += _spmm_t(zeros(16), *part)
+            token += _spmm_t(few, *part)
         else:
-            token += _spmm_t(zeros(8), *part)
+            token += _spmm_t(zeros_for(8, inputs), *part)
 
 
 @compiled
@@ -87,15 +90,16 @@ def _spmm_t(
     bias: Any,
     outputs: Any,
     packed: Any,
+    sums: Any,
 ) -> int:
     lanes, width = lanes_of(zero), weight.width
     token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
-    sums = packed[width * lanes :]
+    values, offsets = pointer_to(weight.values), pointer_to(weight.offsets)
     entries = np.empty(ROWS, np.intp)
     _pack(inputs, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
         number = min(ROWS, rows[1] - top)
-        ahead = start = _first_entries(weight, top, number, start, entries)
+        ahead = start = first_entries(weight, top, number, start, entries)
         for row in range(number):
             store(broadcast(zero, bias[top + row] if len(bias) else 0.0), sums, row * lanes)
         for segment in range(segments_of(weight)):
@@ -104,16 +108,95 @@ def _spmm_t(
                 entry = item(entries, row)
                 end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
-                _prefetch_entries(weight, ahead)
+                prefetch_entries(weight, ahead)
                 ahead += end - entry
                 total = load(zero, sums, row * lanes)
-                for k in range(entry, end):
-                    feature = load(zero, packed, (features + item(weight.offsets, k)) * lanes)
-                    total = multiply_add(broadcast(zero, item(weight.values, k)), feature, total)
+                inside = pointer_to(packed), features
+                total = _add_products(total, values, offsets, (entry, end), inside)
                 store(total, sums, row * lanes)
         place = token * weight.height + top
         _transpose(sums, 0, lanes, number, group, outputs, place, weight.height)
     return int(group)
+
+
+def _add_products(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
+    """Return ``total`` plus the products of a row's values in a segment with its features.
+
+    Args:
+        total: the sums, a vector.
+        values: the unpruned values.
+        offsets: their offsets in the segment.
+        entries: the first of them, and the one after the last.
+        features: the packed features, and the segment's first one.
+    """
+    raise NotImplementedError
+
+
+@overload(_add_products, strict=False)
+def _add_products_of_dtype(total: Any, values: Any, *_: Any) -> Any:
+    return _in_float32 if values.dtype == types.float32 else _in_bfloat16
+
+
+def _in_float32(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
+    packed, first = features
+    for k in range(entries[0], entries[1]):
+        feature = load(total, packed, (first + item(offsets, k)) * lanes_of(total))
+        total = multiply_add(broadcast(total, item(values, k)), feature, total)
+    return total
+
+
+def _in_bfloat16(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
+    (packed, first), (k, end) = features, entries
+    while k + 2 <= end:
+        a = (first + item(offsets, k)) * lanes_of(total)
+        b = (first + item(offsets, k + 1)) * lanes_of(total)
+        total = add_two_products(total, values, k, packed, (a, b))
+        k += 2
+    if k < end:
+        a = (first + item(offsets, k)) * lanes_of(total)
+        total = add_two_products(total, values, k, packed, (a,))
+    return total
+
+
+@compiled
+def transpose_weight(weight: Weight, columns: Span, counts: Any, offsets: Any, values: Any) -> None:
+    """Write some columns of a weight as rows of its transpose, in the arrays of a ``Weight``.
+
+    Args:
+        weight: the weight.
+        columns: the first column, a multiple of ``SEGMENT``, and the one after the last.
+        counts: the counts of the whole transpose; those of these columns are written.
+        offsets: memory for as many offsets as the weight has.
+        values: memory for as many values.
+    """
+    height, segments = weight.height, segments_of(weight)
+    deep = (height + SEGMENT - 1) // SEGMENT
+    starts = np.empty(height * segments, np.intp)
+    total = 0
+    for i in range(height * segments):
+        starts[i] = total
+        total += item(weight.counts, i)
+    places = np.empty(SEGMENT, np.intp)
+    total = 0
+    for first in range(columns[0], columns[1], SEGMENT):
+        segment, last = first // SEGMENT, min(first + SEGMENT, columns[1])
+        counts[first * deep : last * deep] = 0
+        for row in range(height):
+            entry = item(starts, row * segments + segment)
+            for k in range(entry, entry + nnz_in(weight, row, segment)):
+                column = first + np.intp(item(weight.offsets, k))
+                counts[column * deep + row // SEGMENT] += 1
+        for column in range(first, last):
+            places[column - first] = total
+            for i in range(column * deep, (column + 1) * deep):
+                total += item(counts, i)
+        for row in range(height):
+            entry = item(starts, row * segments + segment)
+            for k in range(entry, entry + nnz_in(weight, row, segment)):
+                column = np.intp(item(weight.offsets, k))
+                place = item(places, column)
+                places[column] = place + 1
+                offsets[place], values[place] = row % SEGMENT, item(weight.values, k)
 
 
 @compiled
@@ -143,7 +226,7 @@ def _spmm(
     start = 0
     for top in range(0, height, ROWS):
         number = min(ROWS, height - top)
-        ahead = start = _first_entries(weight, top, number, start, entries)
+        ahead = start = first_entries(weight, top, number, start, entries)
         _pack(inputs, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments_of(weight)):
             features = segment * SEGMENT
@@ -151,7 +234,7 @@ def _spmm(
                 entry = item(entries, row)
                 end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
-                _prefetch_entries(weight, ahead)
+                prefetch_entries(weight, ahead)
                 ahead += end - entry
                 factor = load(zero, factors, row * lanes)
                 for k in range(entry, end):
@@ -168,15 +251,16 @@ def sddmm(
     left: Any, right: Any, tokens: int, weight: Weight, rows: Span, start: int, packed: Any
 ) -> None:
     """Add the unpruned entries of some rows of ``left.t() @ right`` to the values of ``weight``."""
+    many, few = operands_for(64, left), operands_for(16, left)
     token = 0
     while token < tokens:
         part = (left, right, (token, tokens), weight, rows, start, packed)
-        if tokens - token > 64:
-            token += _sddmm(zeros(_LANES_OF_SDDMM), *part)
-        elif tokens - token > 16:
-            token += _sddmm(zeros(64), *part)
+        if tokens - token > lanes_of(many):
+            token += _sddmm(operands_for(_LANES_OF_SDDMM, left), *part)
+        elif tokens - token > lanes_of(few):
+            token += _sddmm(many, *part)
         else:
-            token += _sddmm(zeros(16), *part)
+            token += _sddmm(few, *part)
 
 
 @compiled
@@ -197,7 +281,7 @@ def _sddmm(
     _pack(right, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
         number = min(ROWS, rows[1] - top)
-        start = _first_entries(weight, top, number, start, entries)
+        start = first_entries(weight, top, number, start, entries)
         _pack(left, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments_of(weight)):
             features = segment * SEGMENT
@@ -245,7 +329,7 @@ def nnz_in(weight: Weight, row: int, segment: int) -> int:
 
 
 @compiled
-def _first_entries(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int:
+def first_entries(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int:
     """Write the first unpruned entry of each of some rows; return the first one after them."""
     for row in range(rows):
         entries[row] = start
@@ -255,159 +339,74 @@ def _first_entries(weight: Weight, top: int, rows: int, start: int, entries: Any
 
 
 @compiled
-def _prefetch_entries(weight: Weight, entry: int) -> None:
+def prefetch_entries(weight: Weight, entry: int) -> None:
     """Prefetch a row's values of a segment: the processor does not foresee where they are."""
     prefetch(weight.values, entry)
     prefetch(weight.values, entry + 16)
     prefetch(weight.offsets, entry)
 
 
-@compiled
 def _pack(
-    source: Any, at: int, stride: int, tokens: int, features: int, packed: Any, lanes: int
+    source: Any, at: Any, stride: Any, tokens: Any, features: Any, packed: Any, lanes: Any
 ) -> None:
     """Write a matrix of tokens x features to ``packed``: the lanes of each feature side by side.
 
     Lanes without a token become zero.
     """
+    raise NotImplementedError
+
+
+@overload(_pack, strict=False)
+def _pack_dtype(source: Any, *_: Any) -> Any:
+    return _pack_float32 if source.dtype == types.float32 else _pack_bfloat16
+
+
+def _pack_float32(
+    source: Any, at: Any, stride: Any, tokens: Any, features: Any, packed: Any, lanes: Any
+) -> None:
     _transpose(source, at, stride, tokens, features, packed, 0, lanes)
     for feature in range(features):
         for token in range(tokens, lanes):
             packed[feature * lanes + token] = 0
 
 
+def _pack_bfloat16(
+    source: Any, at: Any, stride: Any, tokens: Any, features: Any, packed: Any, lanes: Any
+) -> None:
+    for token in range(0, lanes, PAIRS):
+        block, line, step = source, at + token * stride, stride
+        if token + PAIRS > tokens:
+            block, line, step = np.zeros(PAIRS * features, np.uint16), 0, features
+            for i in range(token, tokens):
+                for feature in range(features):
+                    place = (i - token) * features + feature
+                    block[place] = item(source, at + i * stride + feature)
+        whole = features // PAIRS * PAIRS
+        for feature in range(0, whole, PAIRS):
+            interleave(block, line + feature, step, packed, feature * lanes + token, lanes)
+        for feature in range(whole, features):
+            for row in range(PAIRS):
+                place = feature * lanes + token + place_of(row)
+                packed[place] = item(block, line + row * step + feature)
+
+
 @compiled
 def _transpose(
     source: Any, at: int, stride: int, rows: int, columns: int, target: Any, to: int, step: int
 ) -> None:
-    """Transpose a matrix whose rows are ``stride`` apart to rows that are ``step`` apart."""
-    whole_rows, whole_columns = rows // REGISTER * REGISTER, columns // REGISTER * REGISTER
-    for row in range(0, whole_rows, REGISTER):
-        line, place = at + row * stride, to + row
-        for column in range(0, whole_columns, REGISTER):
-            transpose(source, line + column, stride, target, place + column * step, step)
-        for column in range(whole_columns, columns):
-            for lane in range(REGISTER):
-                value = item(source, line + lane * stride + column)
-                target[place + column * step + lane] = value
-    for row in range(whole_rows, rows):
-        for column in range(columns):
-            target[to + column * step + row] = item(source, at + row * stride + column)
+    """Transpose a matrix whose rows are ``stride`` apart to rows that are ``step`` apart.
 
-
-_ROWS_OF_ONE_TOKEN = 16
-"""Rows that are multiplied with one segment before the next.
-
-Their values lie one after another, and are in the first cache when the next segment is multiplied.
-"""
-
-
-@compiled
-def by_segments(
-    inputs: Any, weight: Weight, rows: Span, start: int, bias: Any, outputs: Any
-) -> None:
-    """Compute some numbers of ``weight @ inputs + bias``, with AVX-512."""
-    width, values, offsets = weight.width, weight.values, weight.offsets
-    whole = width // SEGMENT
-    last = np.zeros(SEGMENT, np.float32)  # with zeros behind the inputs, as a vector is read whole
-    for column in range(whole * SEGMENT, width):
-        last[column - whole * SEGMENT] = item(inputs, column)
-    entries = np.empty(_ROWS_OF_ONE_TOKEN, np.intp)
-    sums = np.empty(_ROWS_OF_ONE_TOKEN * 16, np.float32)
-    for top in range(rows[0], rows[1], _ROWS_OF_ONE_TOKEN):
-        number = min(_ROWS_OF_ONE_TOKEN, rows[1] - top)
-        ahead = start = _first_entries(weight, top, number, start, entries)
-        for row in range(number):
-            store(zeros(16), sums, row * 16)
-        for segment in range(segments_of(weight)):
-            first = segment * SEGMENT
-            if segment < whole:
-                features = load(zeros(SEGMENT), inputs, first)
-            else:
-                features = load(zeros(SEGMENT), last, 0)
-            for row in range(number):
-                entry = item(entries, row)
-                end = entry + nnz_in(weight, top + row, segment)
-                entries[row] = end
-                if end + AT_ONCE > len(values):
-                    for k in range(entry, end):
-                        factor = item(inputs, first + item(offsets, k))
-                        sums[row * 16] += item(values, k) * factor
-                    continue
-                total = load(zeros(16), sums, row * 16)
-                # Always two vectors: where a second one followed if there were more than 16
-                # entries, the processor guessed wrong whether it would, which took longer.
-                for k in range(entry, end, AT_ONCE):
-                    _prefetch_entries(weight, ahead)
-                    ahead += min(AT_ONCE, end - k)
-                    total = add_products_from_registers(
-                        total, features, values, offsets, k, end - k
-                    )
-                    total = add_products_from_registers(
-                        total, features, values, offsets, k + 16, end - k - 16
-                    )
-                store(total, sums, row * 16)
-        for row in range(number):
-            shift = bias[top + row] if len(bias) else np.float32(0)
-            outputs[top + row] = total_of(load(zeros(16), sums, row * 16)) + shift
-
-
-@compiled
-def by_columns(
-    inputs: Any, weight: Weight, rows: Span, start: int, bias: Any, outputs: Any
-) -> None:
-    """Compute the numbers of :func:`by_segments` on other processors."""
-    values = weight.values
-    columns = np.empty(weight.width + AT_ONCE, np.int32)
-    for row in range(rows[0], rows[1]):
-        nnz = _columns(weight, row, start, columns)
-        lanes, whole = zeros(8), nnz // 8 * 8
-        for k in range(0, whole, 8):
-            lanes = add_products_from_memory(lanes, values, start + k, inputs, columns, k)
-        total = total_of(lanes) + (bias[row] if len(bias) else np.float32(0))
-        for k in range(whole, nnz):
-            total += item(values, start + k) * item(inputs, np.intp(item(columns, k)))
-        outputs[row] = total
-        start += nnz
-
-
-@compiled
-def one_token_spmm(inputs: Any, weight: Weight, bias: Any, outputs: Any) -> None:
-    """Compute ``inputs @ weight + bias``."""
-    one, entry = zeros(1), 0
-    for column in range(weight.width):
-        outputs[column] = bias[column] if len(bias) else 0
-    for row in range(len(inputs)):
-        factor = broadcast(one, item(inputs, row))
-        for segment in range(segments_of(weight)):
-            end = entry + nnz_in(weight, row, segment)
-            for k in range(entry, end):
-                column = segment * SEGMENT + item(weight.offsets, k)
-                total = load(one, outputs, column)
-                total = multiply_add(load(one, weight.values, k), factor, total)
-                store(total, outputs, column)
-            entry = end
-
-
-@compiled
-def _columns(weight: Weight, row: int, start: int, columns: Any) -> int:
-    """Write the columns of a row's unpruned entries; return their number.
-
-    Most segments have fewer entries than are written at once. So no branch depends on how many, and
-    the next segment's columns are written over those of entries that do not belong to this one.
+    Of the two, the one whose rows are further apart is walked row by row: at a distance of 4096
+    bytes, they fall into the same few lines of the first cache.
     """
-    nnz, offsets = 0, weight.offsets
-    for segment in range(segments_of(weight)):
-        number = np.intp(nnz_in(weight, row, segment))
-        for k in range(nnz, nnz + number, AT_ONCE):
-            if start + k + AT_ONCE <= len(offsets):
-                store_columns(offsets, start + k, segment * SEGMENT, columns, k)
-            else:
-                for last in range(k, nnz + number):
-                    columns[last] = segment * SEGMENT + item(offsets, start + last)
-        nnz += number
-    return nnz
-
-
-one_token_spmm_t = by_segments if HAS_AVX512 else by_columns
-"""Compute some numbers of ``weight @ inputs + bias`` in the way that is fastest here."""
+    whole_rows, whole_columns = rows // REGISTER * REGISTER, columns // REGISTER * REGISTER
+    swap = step > stride
+    outer, inner = (whole_columns, whole_rows) if swap else (whole_rows, whole_columns)
+    for first in range(0, outer, REGISTER):
+        for second in range(0, inner, REGISTER):
+            row, column = (second, first) if swap else (first, second)
+            place = to + row + column * step
+            transpose(source, at + row * stride + column, stride, target, place, step)
+    for row in range(rows):
+        for column in range(whole_columns if row < whole_rows else 0, columns):
+            target[to + column * step + row] = item(source, at + row * stride + column)

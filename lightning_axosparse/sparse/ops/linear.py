@@ -30,7 +30,7 @@ way            when                                          how
 =============  ============================================  =====================================
 resident copy  there is one of this dtype (of "samo")         torch's product with the copy
 values         on CPU in up to 32 bits, with                 compiled loops over the unpruned
-               ``compute="sparse"`` or, with "auto", if the  values, in float32
+               ``compute="sparse"`` or, with "auto", if the  values (``products``)
                density is so low that this is faster
                (``sparse_products``)
 panels         otherwise                                     torch's product with panels of the

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.backend import Backend, Processor
-from lightning_axosparse.sparse.kernels import LANES, ROWS, Weight, kernel_module
+from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT, Weight, kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows
 from lightning_axosparse.sparse.store.scratch import scratch
@@ -32,7 +32,7 @@ Densities = Mapping[str, float]
 
 _USUAL: Densities = {"spmm_t": 0.4, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
 _QUARTER: Densities = {"spmm_t": 0.25, "spmm": 0.25, "sddmm": 0.25, "one_token": 1.0}
-_SMALL: Densities = {"spmm_t": 0.2, "spmm": 0.12, "sddmm": 0.15, "one_token": 1.0}
+_PAIRED: Densities = {"spmm_t": 0.4, "spmm": 0.25, "sddmm": 0.3, "one_token": 1.0}
 _ALWAYS: Densities = dict.fromkeys(_USUAL, 1.0)
 _NEVER: Densities = dict.fromkeys(_USUAL, -1.0)
 
@@ -40,7 +40,7 @@ MAX_DENSITY: Mapping[Processor, tuple[Densities, Densities]] = {
     "dense": (_NEVER, _NEVER),
     "few": (_QUARTER, _NEVER),
     "matrix": (_USUAL, _NEVER),
-    "bfloat16": (_USUAL, _SMALL),
+    "bfloat16": (_USUAL, _PAIRED),
     "float32": (_USUAL, _USUAL),
 }
 """The densities up to which these products are faster than panels, in float32 and in 16 bits.
@@ -50,7 +50,11 @@ other numbers of tokens, if several, change the ratio of the two, but not which 
 """
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of products that can run here: in float32; if of 16 bits, they are rounded then."""
+"""Dtypes of products that can run here.
+
+They run in float32, and results of 16 bits are rounded; where the processor multiplies bfloat16,
+only the sums are float32.
+"""
 
 _NO_BIAS: Any = np.empty(0, np.float32)
 
@@ -110,6 +114,10 @@ def load_loops() -> None:
         inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
         values = sddmm(inputs[:, :1], inputs, layout)
         spmm(spmm_t(inputs, values, layout), values, layout)
+    inputs = inputs.new_zeros(TOKENS_OF_A_TRANSPOSE, 64, dtype=torch.bfloat16)
+    if _in_bfloat16(inputs):
+        values = sddmm(inputs[:, :1], inputs, layout)
+        spmm(spmm_t(inputs, values, layout), values, layout)
         layout.densify(values)  # for products on panels, where the density is too high
 
 
@@ -127,18 +135,19 @@ def spmm_t(
     Returns:
         A tensor of shape ``(..., rows)``.
     """
-    weight, tokens = kernel_weight(layout, values), inputs.shape[:-1]
-    result = reusable_empty((*tokens, weight.height))
-    number = tokens.numel()
-    source, shared = _flat(inputs), (_bias(bias), _flat(result))
+    number = inputs.shape[:-1].numel()
+    flat = _flat_for(inputs, number)
+    weight, source = Weight(*layout.read_by_loops, flat(values)), flat(inputs)
+    result = reusable_empty((*inputs.shape[:-1], weight.height))
+    shared = _bias(bias), _flat(result)
 
     def part(first: int, last: int) -> None:
         rows = weight, (first, last), _entries_before(layout, first)
         if number == 1:
-            kernel_module("products").one_token_spmm_t(source, *rows, *shared)
+            kernel_module("one_token").one_token_spmm_t(source, *rows, *shared)
         else:
-            packed = _packed(weight.width)
-            kernel_module("products").spmm_t(source, number, *rows, *shared, packed)
+            memory = _packed(weight, source.dtype)
+            kernel_module("products").spmm_t(source, number, *rows, *shared, *memory)
 
     run_in_threads(part, weight.height, block_rows(layout.shape), number * layout.nnz)
     return _like(result, inputs)
@@ -158,19 +167,46 @@ def spmm(
     Returns:
         A tensor of shape ``(..., columns)``.
     """
-    weight, tokens = kernel_weight(layout, values), inputs.shape[:-1]
-    result = reusable_empty((*tokens, weight.width))
-    number = tokens.numel()
+    number = inputs.shape[:-1].numel()
+    if number >= TOKENS_OF_A_TRANSPOSE and _in_bfloat16(inputs):
+        return _transposed_spmm_t(inputs, values, layout, bias)
+    weight = kernel_weight(layout, values)
+    result = reusable_empty((*inputs.shape[:-1], weight.width))
     source, shared = _flat(inputs), (weight, _bias(bias), _flat(result))
 
     def part(first: int, last: int) -> None:
         if number == 1:
-            kernel_module("products").one_token_spmm(source, *shared)
+            kernel_module("one_token").one_token_spmm(source, *shared)
         else:
-            packed = _packed(weight.width)
-            kernel_module("products").spmm(source, (first, last), *shared, packed)
+            kernel_module("products").spmm(source, (first, last), *shared, _memory(weight))
 
     run_in_threads(part, number, ROWS, number * layout.nnz)
+    return _like(result, inputs)
+
+
+TOKENS_OF_A_TRANSPOSE = 128
+"""With fewer tokens, transposing a weight takes longer than products in bfloat16 save."""
+
+
+def _transposed_spmm_t(
+    inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None
+) -> Tensor:
+    """Compute :func:`spmm` as the :func:`spmm_t` of the transpose, which is made each time."""
+    weight = Weight(*layout.read_by_loops, _halves(values))
+    source, number = _halves(inputs), inputs.shape[:-1].numel()
+    result = reusable_empty((*inputs.shape[:-1], weight.width))
+    counts = np.empty(weight.width * -(-weight.height // SEGMENT), np.int16)
+    shared = _bias(bias), _flat(result)
+
+    def part(first: int, last: int) -> None:
+        offsets, halves = _memory_of_transpose(layout.nnz)
+        loops = kernel_module("products")
+        loops.transpose_weight(weight, (first, last), counts, offsets, halves)
+        transpose = Weight(counts, offsets, weight.width, weight.height, halves)
+        memory = _packed(transpose, source.dtype)
+        loops.spmm_t(source, number, transpose, (first, last), 0, *shared, *memory)
+
+    run_in_threads(part, weight.width, SEGMENT, number * layout.nnz)
     return _like(result, inputs)
 
 
@@ -186,19 +222,34 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
         A tensor of shape ``(layout.nnz,)``.
     """
     tokens, result = left.shape[0], reusable_zeros((layout.nnz,))
-    factors, weight = (_flat(left), _flat(right)), kernel_weight(layout, result)
+    flat = _flat_for(left, tokens)
+    factors, weight = (flat(left), flat(right)), kernel_weight(layout, result)
 
     def part(first: int, last: int) -> None:
         rows = (first, last), _entries_before(layout, first)
-        kernel_module("products").sddmm(*factors, tokens, weight, *rows, _packed(weight.width))
+        packed = _memory(weight).view(factors[0].dtype)
+        kernel_module("products").sddmm(*factors, tokens, weight, *rows, packed)
 
     run_in_threads(part, weight.height, block_rows(layout.shape), tokens * layout.nnz)
     return _like(result, left)
 
 
 def kernel_weight(layout: SegmentLayout, values: Tensor) -> Weight:
-    """Return a sparse weight in the form that compiled loops read."""
+    """Return a sparse weight in the form that compiled loops read, in float32."""
     return Weight(*layout.read_by_loops, _flat(values))
+
+
+def _in_bfloat16(operand: Tensor) -> bool:
+    return operand.dtype == torch.bfloat16 and kernel_module("llvm").HAS_BFLOAT16
+
+
+def _flat_for(operand: Tensor, tokens: int) -> Callable[[Tensor], Any]:
+    """Return the function that gives the loops a product's operands, as flat arrays."""
+    return _halves if tokens > 1 and _in_bfloat16(operand) else _flat
+
+
+def _halves(tensor: Tensor) -> Any:
+    return tensor.detach().contiguous().view(torch.uint16).numpy().ravel()
 
 
 def _flat(tensor: Tensor) -> Any:
@@ -216,9 +267,22 @@ def _like(result: Tensor, inputs: Tensor) -> Tensor:
     return result if inputs.dtype == torch.float32 else result.to(inputs.dtype)
 
 
-def _packed(width: int) -> Any:
-    size = (width + ROWS) * LANES
+def _memory(weight: Weight) -> Any:
+    size = (weight.width + ROWS) * LANES
     return scratch.take("packed", size, torch.float32, torch.device("cpu")).numpy()
+
+
+def _packed(weight: Weight, dtype: Any) -> tuple[Any, Any]:
+    """Return memory for packed inputs of a dtype, and for sums."""
+    memory, size = _memory(weight), weight.width * LANES
+    return memory[:size].view(dtype), memory[size:]
+
+
+def _memory_of_transpose(nnz: int) -> tuple[Any, Any]:
+    """Return memory for the offsets and the values of a transpose."""
+    size = 3 * nnz + nnz % 2
+    memory = scratch.take("transpose", size, torch.uint8, torch.device("cpu")).numpy()
+    return memory[:nnz], memory[nnz + nnz % 2 :].view(np.uint16)
 
 
 def _entries_before(layout: Layout, row: int) -> int:

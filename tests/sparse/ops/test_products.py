@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse import backend as backend
 from lightning_axosparse.sparse.backend import COMPUTES, Backend
-from lightning_axosparse.sparse.kernels import products, vectors
+from lightning_axosparse.sparse.kernels import llvm, one_token, products
 from lightning_axosparse.sparse.ops import panels
 from lightning_axosparse.sparse.ops import products as sparse_products
 from lightning_axosparse.sparse.ops import products as threads_module
@@ -70,9 +70,9 @@ def test_an_entry_of_a_gradient_depends_on_no_other(n):
 @pytest.fixture(params=["by_segments", "by_columns"])
 def loop(request, monkeypatch):
     """Multiplies one token by this loop, whether or not it is this processor's."""
-    if request.param == "by_segments" and not vectors.HAS_AVX512:
+    if request.param == "by_segments" and not llvm.HAS_AVX512:
         pytest.skip("needs AVX-512")
-    monkeypatch.setattr(products, "one_token_spmm_t", getattr(products, request.param))
+    monkeypatch.setattr(one_token, "one_token_spmm_t", getattr(one_token, request.param))
 
 
 @pytest.mark.parametrize("height", [1, 16, 45])
@@ -109,10 +109,12 @@ def test_operands_of_any_strides():
     close(found, lambda g, x: layout.compress(g.t() @ x), gradient, inputs)
 
 
-def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_are_the_same_with_any_number_of_threads(dtype, threads, monkeypatch):
     monkeypatch.setattr(threads_module, "WORK_OF_A_THREAD", 1)
-    _, layout, values = weight(200, 300, 0.2)
-    inputs, gradient, bias = torch.randn(150, 300), torch.randn(150, 200), torch.randn(200)
+    _, layout, values = weight(200, 700, 0.2)
+    operands = torch.randn(150, 700), torch.randn(150, 200), values, torch.randn(200)
+    inputs, gradient, values, bias = (operand.to(dtype) for operand in operands)
     results = []
     for number in (1, 2, 3, 5):
         threads(number)
@@ -129,10 +131,12 @@ def test_the_bits_are_the_same_with_any_number_of_threads(threads, monkeypatch):
         assert all(map(torch.equal, results[0], other))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", [2, 16, 17, 70])
-def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n):
+def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n, dtype):
     _, layout, values = weight(70, 300, 0.2)
-    inputs, gradient = torch.randn(150, 300), torch.randn(150, 70)
+    operands = torch.randn(120, 300), torch.randn(120, 70), values
+    inputs, gradient, values = (operand.to(dtype) for operand in operands)
     whole = sparse_products.spmm_t(inputs, values, layout)
     assert torch.equal(sparse_products.spmm_t(inputs[:n], values, layout), whole[:n])
     whole = sparse_products.spmm(gradient, values, layout)
@@ -149,10 +153,18 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
         sparse_products.spmm_t(inputs, values, layout, torch.zeros(130))
         sparse_products.spmm(gradient, nn.Parameter(values), layout, torch.zeros(600))
         sparse_products.sddmm(gradient, inputs, layout)
-    names = ("spmm_t", "spmm", "sddmm", "one_token_spmm_t", "one_token_spmm")
-    assert {name: len(getattr(products, name).signatures) for name in names} == dict.fromkeys(
-        names, 1
-    )
+        halves = inputs.bfloat16(), gradient.bfloat16(), values.bfloat16()
+        sparse_products.spmm_t(halves[0], halves[2], layout, torch.zeros(130))
+        sparse_products.spmm(halves[1], halves[2], layout)
+        sparse_products.sddmm(halves[1], halves[0], layout)
+    dtypes = 2 if llvm.HAS_BFLOAT16 else 1
+    assert {
+        loop.__name__: len(loop.signatures)
+        for loop in (products.spmm_t, products.spmm, products.sddmm)
+    } == {"spmm_t": dtypes, "spmm": 1, "sddmm": dtypes}
+    for loop in (one_token.one_token_spmm_t, one_token.one_token_spmm):
+        assert len(loop.signatures) == 1
+    assert len(products.transpose_weight.signatures) == dtypes - 1
 
 
 @pytest.fixture
@@ -212,7 +224,8 @@ def test_products_of_double_precision_run_on_panels(compute):
         ("few", 0.4, ""),
         ("matrix", 0.05, "float32"),
         ("bfloat16", 0.05, "float32 16"),
-        ("bfloat16", 0.3, "float32"),
+        ("bfloat16", 0.24, "float32 16"),
+        ("bfloat16", 0.9, ""),
         ("float32", 0.3, "float32 16"),
         ("float32", 0.9, ""),
     ],
@@ -227,19 +240,38 @@ def test_what_auto_chooses_depends_on_the_processor(processor, density, there, d
             assert in_16_bits == ("16" in expected)
 
 
-@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
-def test_products_in_16_bits_are_those_in_float32_rounded(dtype):
-    _, layout, values = weight(80, 100, 0.1)
-    operands = torch.randn(20, 100), torch.randn(20, 80), values, torch.randn(80)
+def integers(*shape, seed):
+    """Return small numbers, whose products and sums float32 holds exactly, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-4, 5, shape, generator=generator).float()
 
-    def results(inputs, gradient, values, bias):
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(SIXTEEN_BITS),
+    height=st.sampled_from([1, 3, 31, 64, 65, 130, 300]),
+    width=widths,
+    n=st.sampled_from([1, 2, 8, 31, 32, 33, 64, 100, 127, 128, 129, 300]),
+    density=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_products_in_16_bits_are_those_in_float32_rounded(dtype, height, width, n, density, seed):
+    _, layout, values = weight(height, width, density, seed)
+    operands = (
+        integers(n, width, seed=seed),
+        integers(n, height, seed=seed + 1),
+        integers(len(values), seed=seed + 2),
+        integers(height, seed=seed + 3),
+        integers(width, seed=seed + 4),
+    )
+
+    def results(inputs, gradient, values, bias, back):
         yield sparse_products.spmm_t(inputs, values, layout, bias)
-        yield sparse_products.spmm(gradient, values, layout)
+        yield sparse_products.spmm(gradient, values, layout, back)
         yield sparse_products.sddmm(gradient, inputs, layout)
 
-    rounded = [operand.to(dtype) for operand in operands]
-    exact = results(*(operand.float() for operand in rounded))
-    for found, one in zip(results(*rounded), exact, strict=True):
+    rounded = results(*(operand.to(dtype) for operand in operands))
+    for found, one in zip(rounded, results(*operands), strict=True):
         assert torch.equal(found, one.to(dtype))
 
 
