@@ -25,7 +25,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_axosparse.pipeline.backward.inner_backward import InnerBackward
-from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
+from lightning_axosparse.pipeline.backward.recompute import (
+    ActivationCheckpointing,
+    Segment,
+    without_reentrant_checkpoints,
+)
 from lightning_axosparse.pipeline.crossing.message import Activation
 from lightning_axosparse.pipeline.crossing.placeholder import with_descriptions
 from lightning_axosparse.pipeline.crossing.side_outputs import SideOutputs, WatchedLayer
@@ -102,6 +106,8 @@ class PipelinedLayers:
         self._module = nn.ModuleList(layers) if module is None else module
         self._buffers: dict[int, str] = {}
         self._current: _CurrentRun | None = None
+        self._computed: str | None = None
+        """The name of the layer that is being computed."""
         self._watched: list[WatchedLayer] = []
         self._present: set[int] = set()
         self._undo = ExitStack()
@@ -123,6 +129,7 @@ class PipelinedLayers:
             stages: those of this rank.
         """
         self._undo.enter_context(backward_passes_by(self._run_backward))
+        self._undo.enter_context(without_reentrant_checkpoints())
         self._watched = list(map(WatchedLayer, self.names, self.layers))
         self._present = {layer for stage in stages for layer in self.parts[stage]}
         buffers = dict(self._module.named_buffers())
@@ -208,6 +215,7 @@ class PipelinedLayers:
                 self._refuse_call(run, index)
             run.next_layer += 1
             if index == 0 and run.at_first_layer is not None:
+                current.side_outputs.first_arguments = (*args, *kwargs.values())
                 args, kwargs = _first_inputs(current, args, kwargs)
             if index < part.start:
                 output = _replacement(current, index, args, kwargs)
@@ -264,19 +272,42 @@ class PipelinedLayers:
         given = [each for each in (*args, *kwargs.values()) if type(each) in (list, dict, set)]
         before = [_content(each) for each in given] if given else []
         if current.run.sent is not None:
-            current.side_outputs.begin_layer(index)
+            current.side_outputs.begin_layer(index, (*args, *kwargs.values()))
         observed: AbstractContextManager[None] = nullcontext()
         if current.run.reads is not None:  # A probe, which records the values that layers read.
             is_compiled = self._watched[index].compiled
             observed = current.values.computing_layer((args, kwargs), is_compiled)
-        with observed:
-            output = self._compute(current.run, index, compute, args, kwargs)
+        self._computed = self.names[index]
+        try:
+            with observed:
+                if self._checkpointing is None:
+                    output = compute(*args, **kwargs)
+                else:
+                    output = self._compute(current.run, index, compute, args, kwargs)
+        finally:
+            self._computed = None
+        if output is None:
+            raise MisconfigurationException(
+                f"Layer {self.names[index]!r} returns None. What it changes instead, on other ranks"
+                " and behind the layers nothing sees: let it return the result."
+                + see("values-between-layers")
+            )
         if given:
             self._validate_unchanged(index, given, before)
         if current.run.sent is not None:
             output = current.side_outputs.end_layer(index, output)
             current.values.end_layer(index, output)
         return output
+
+    def refuse_inside(self, action: str) -> None:
+        """Refuse an action if a layer is being computed, whose effects do not count."""
+        if self._computed is not None:
+            raise MisconfigurationException(
+                f"Layer {self._computed!r} {action}. Layers compute micro-batches, on several "
+                "ranks; what is logged and measured counts behind them, once a batch, on one. Let "
+                "the layer return the value or set it as an attribute, and do it there."
+                + see("values-between-layers")
+            )
 
     def _validate_unchanged(self, index: int, given: list[Any], before: list[list[Any]]) -> None:
         """Check that a layer has not changed a collection among its arguments."""
@@ -371,7 +402,7 @@ def _replacement(
     received: Activation = current.run.received.content
     if received.side_outputs:
         with unnumbered():  # Hooks inside of layers are called again.
-            current.side_outputs.replay(index)
+            current.side_outputs.replay(index, (*args, *kwargs.values()))
     is_received = index == current.part.start - 1
     output = received.output if is_received else with_descriptions(received.output)
     with paused(current.modes) if current.modes else nullcontext():

@@ -18,8 +18,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_axosparse.distributed.collective_results import CollectiveResults
+from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import (
     tree_leaves,
     tree_map,
@@ -54,6 +56,20 @@ class ActivationCheckpointing:
         """Whether a segment begins with the layer at ``position`` of a stage of ``layers``."""
         length = isqrt(layers - 1) + 1 if self.every == "sqrt" else self.every
         return position % length == 0
+
+
+def without_reentrant_checkpoints() -> AbstractContextManager[None]:
+    """Let the user's reentrant checkpoints be non-reentrant ones, which give the same numbers.
+
+    A reentrant one around a layer of another stage would call this layer in its backward pass.
+    """
+
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
+        )
+
+    return patched(CheckpointFunction, "apply", staticmethod(apply))
 
 
 @dataclass(frozen=True)

@@ -53,14 +53,18 @@ class Place(NamedTuple):
     leaf: int
 
 
+ARGUMENT = "argument"
+"""The name of a side output that is an argument of the layer, which it has changed in place."""
+
+
 class SidePlace(NamedTuple):
     """Identifies a side output of a layer, or a tensor in it.
 
     Attributes:
         layer: the layer.
         module: path of the module in it.
-        name: the attribute, or the registry of a hook.
-        position: of the hook in its registry; -1 for an attribute.
+        name: the attribute, the registry of a hook, or ``ARGUMENT``.
+        position: of the hook in its registry, or of the argument; -1 for an attribute.
         leaf: index among the tensors in the side output; -1 for the side output itself.
     """
 
@@ -71,9 +75,9 @@ class SidePlace(NamedTuple):
     leaf: int = -1
 
     @property
-    def of_hook(self) -> bool:
-        """Whether the value is an argument of a hook; else it is an attribute."""
-        return self.position >= 0
+    def of_attribute(self) -> bool:
+        """Whether the value is an attribute."""
+        return self.position < 0
 
     @property
     def whole(self) -> SidePlace:
@@ -155,14 +159,16 @@ class SideOutput(NamedTuple):
 
     Attributes:
         place: identifies it.
-        value: the arguments of a hook inside the layer; or a tensor, list or dict that the layer
-            has set as an attribute of one of its modules.
+        value: the arguments of a hook inside the layer; a tensor, list or dict that the layer has
+            set as an attribute of one of its modules; or an argument that it has changed in place.
         is_appended: whether the value holds only the items that the layer has appended to a list.
+        is_output: whether an attribute is, or holds, the layer's output.
     """
 
     place: SidePlace
     value: Any
     is_appended: bool = False
+    is_output: bool = False
 
 
 class Activation(NamedTuple):

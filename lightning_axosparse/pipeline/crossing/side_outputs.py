@@ -1,4 +1,4 @@
-"""Sends the side outputs of layers to later stages: arguments of forward hooks, and attributes.
+"""Sends side outputs of layers to later stages: what they give hooks, set, or change in place.
 
 Code behind the layers may read values that a forward hook inside of a layer has collected
 (transformers collects router logits, attentions and hidden states this way), or an attribute that a
@@ -7,6 +7,10 @@ nothing. So the stage of a layer watches its hooks and attributes, and sends the
 activation if a later stage reads them (``message``); each later stage calls the same hooks, and
 sets the same attributes, where the layer is called. Gradients return with those of the activation.
 Hooks of a layer itself count as code between layers.
+
+A layer may also change an argument in place that was computed before the layers, by each stage for
+itself: its first input, or memory that all layers write to. Then the argument is sent, too, and
+copied into that of each later stage.
 """
 
 from __future__ import annotations
@@ -18,25 +22,29 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from lightning_axosparse.pipeline.crossing.message import SideOutput, SidePlace
+from lightning_axosparse.pipeline.crossing.message import ARGUMENT, SideOutput, SidePlace
 from lightning_axosparse.pipeline.crossing.placeholder import (
     MODULE_ATTRIBUTES,
     PLAIN,
     Placeholder,
+    reachable_objects,
     sendable,
     values_in,
     with_tensors,
 )
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
+from lightning_axosparse.pipeline.crossing.stray_tensors import has_stray_tensor, young_tensors
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     is_tensor_parallel,
     never_compiled,
+    storage_id,
     version_of,
 )
 from lightning_axosparse.support.troubleshooting import see
@@ -69,27 +77,29 @@ class WatchedLayer:
         self.name = name
         self.modules = dict(layer.named_modules())
         # A scripted module has no hooks inside, and Python does not see its attributes change.
-        self.paths = {
-            module: path
+        self.watched = {
+            path: module
             for path, module in self.modules.items()
             if not isinstance(module, torch.jit.ScriptModule)
         }
+        # By id, as the hash of a torchmetrics object changes with its state.
+        self.paths = {id(module): path for path, module in self.watched.items()}
         self.compiled = is_compiled(layer)
         self._namespaces = [
-            names for module in self.paths for names in (vars(module), module._buffers)
+            names for module in self.watched.values() for names in (vars(module), module._buffers)
         ]
         self._last_names: list[tuple[int, str | None]] = []
-        self._names: list[tuple[nn.Module, dict[str, Any], str]] = []
+        self._names: list[tuple[str, dict[str, Any], str]] = []
 
-    def attributes(self) -> dict[tuple[nn.Module, str], _AttributeState]:
+    def attributes(self) -> dict[tuple[str, str], _AttributeState]:
         """Return the state of each attribute that is a tensor, a list or a dict."""
         # Called twice for each micro-batch and layer, so names are listed only if some are new: a
         # new one is the last in its dict.
         last_names = [(len(names), next(reversed(names), None)) for names in self._namespaces]
         if last_names != self._last_names:
             self._last_names, self._names = last_names, list(self._list_names())
-        states: dict[tuple[nn.Module, str], _AttributeState] = {}
-        for module, values, name in self._names:
+        states: dict[tuple[str, str], _AttributeState] = {}
+        for path, values, name in self._names:
             value: Any = values.get(name)
             # Not isinstance, which is slow on a config of transformers: it reads ``__class__``.
             kind = type(value)
@@ -97,22 +107,22 @@ class WatchedLayer:
                 continue
             if issubclass(kind, Tensor):
                 # Only the layer reads running statistics, which change in place.
-                running = values is module._buffers or value.is_inference()
+                running = values is self.watched[path]._buffers or value.is_inference()
                 version = 0 if running else version_of(value)
-                states[module, name] = _AttributeState(value, (), version)
+                states[path, name] = _AttributeState(value, (), version)
             elif issubclass(kind, (list, dict)):
                 items = value.values() if issubclass(kind, dict) else value
-                states[module, name] = _AttributeState(value, tuple(items), 0)
+                states[path, name] = _AttributeState(value, tuple(items), 0)
         return states
 
-    def _list_names(self) -> Iterator[tuple[nn.Module, dict[str, Any], str]]:
-        for module in self.paths:
+    def _list_names(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        for path, module in self.watched.items():
             for values, names in (
                 (vars(module), vars(module).keys() - MODULE_ATTRIBUTES),
                 (module._buffers, module._buffers),
             ):
                 for name in sorted(names):
-                    yield module, values, name
+                    yield path, values, name
 
 
 @dataclass
@@ -124,17 +134,25 @@ class SideOutputs:
             layers, and those of earlier layers that hooks store.
         layers: all layers.
         values: the values between layers, of which received side outputs are some.
+        first_arguments: those of the first layer that the step gives it, if others replace them.
     """
 
     run: StepRun
     layers: Sequence[WatchedLayer]
     values: DerivedValues
+    first_arguments: Sequence[Any] = field(init=False, default=())
     _own_outputs: list[SideOutput] = field(init=False, default_factory=list)
+    _own: range = field(init=False, default=range(0))
+    """The stage's layers."""
     _layer: int = field(init=False, default=-1)
-    _before: Mapping[tuple[nn.Module, str], _AttributeState] = field(
-        init=False, default_factory=dict
-    )
+    _before: Mapping[tuple[str, str], _AttributeState] = field(init=False, default_factory=dict)
     """The attributes of the running layer before its forward pass."""
+    _arguments: list[tuple[int, Tensor, int | Tensor]] = field(init=False, default_factory=list)
+    """The tensors among the running layer's arguments: position, tensor, and version or copy."""
+    _given: Sequence[Any] = field(init=False, default=())
+    """All arguments of the running layer, in a probe."""
+    _young: Sequence[Tensor] = field(init=False, default=())
+    """The tensors that have been made shortly before it, in a probe."""
     _hooks: list[tuple[dict[int, Any], int, Any]] = field(init=False, default_factory=list)
     _stored: set[int] = field(init=False, default_factory=set)
     """The ids of the tensors in the side outputs of the running layer."""
@@ -143,6 +161,7 @@ class SideOutputs:
 
     def watch(self, own: range) -> None:
         """Watch the hooks and attributes of the stage's layers from now on."""
+        self._own = own
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             warnings.warn(
                 "Forward hooks of all modules (register_module_forward_hook) cannot be followed "
@@ -153,7 +172,7 @@ class SideOutputs:
             )
         for index in own:
             layer = self.layers[index]
-            for module, path in layer.paths.items():
+            for path, module in layer.watched.items():
                 if not (path and (module._forward_hooks or module._forward_pre_hooks)):
                     continue
                 if layer.compiled:
@@ -168,11 +187,19 @@ class SideOutputs:
                     self._watch_hooks(module)
 
     @never_compiled
-    def begin_layer(self, index: int) -> None:
+    def begin_layer(self, index: int, arguments: Sequence[Any]) -> None:
         """Prepare to compute a layer of the stage."""
         self._layer = index
+        self._arguments = []
+        for position, each in enumerate(arguments):
+            if isinstance(each, Tensor):
+                # One that was made in inference mode has no version.
+                state = each.clone() if each.is_inference() else version_of(each)
+                self._arguments.append((position, each, state))
         self._before = self.layers[index].attributes()
         self._stored.clear()
+        if self.run.reads is not None:
+            self._given, self._young = arguments, young_tensors()
 
     @never_compiled
     def end_layer(self, index: int, output: Any) -> Any:
@@ -182,9 +209,16 @@ class SideOutputs:
         So they are here, too: functions of one of them have numbers (``skip_tensors``).
         """
         layer = self.layers[index]
-        for (module, name), now in layer.attributes().items():
-            before = self._before.get((module, name))
-            place = SidePlace(index, layer.paths[module], name)
+        for position, argument, state in self._arguments:
+            if isinstance(state, Tensor):
+                is_changed = not torch.equal(argument, state)
+            else:
+                is_changed = version_of(argument) != state
+            if is_changed:
+                self._record_change(SidePlace(index, "", ARGUMENT, position), argument)
+        for (path, name), now in layer.attributes().items():
+            before, module = self._before.get((path, name)), layer.modules[path]
+            place = SidePlace(index, path, name)
             # None if the attribute was replaced.
             length = len(before.items) if before is not None and before.is_prefix_of(now) else None
             if length == len(now.items):
@@ -195,11 +229,65 @@ class SideOutputs:
                 self._set_apart(module, name, now.value, length)
                 self._record_append(now.value, items)
             elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
-                self._record(SideOutput(place, now.value))
+                is_output = not set(map(id, object_leaves(now.value, Tensor))).isdisjoint(
+                    map(id, object_leaves(output, Tensor))
+                )
+                self._record(SideOutput(place, now.value, is_output=is_output))
                 self._set_apart(module, name, now.value)
+        if self.run.reads is not None:
+            self._warn_of_stray_tensors(layer, output)
         if not self._stored:
             return output
         return tuple(map(self._apart, output)) if type(output) is tuple else self._apart(output)
+
+    def _warn_of_stray_tensors(self, layer: WatchedLayer, output: Any) -> None:
+        known = self._stored | {
+            id(each) for each in (*self._young, *reachable_objects((output, self._given)))
+        }
+        self._given = self._young = ()
+        if has_stray_tensor(known, layer.modules.values()):
+            warnings.warn(
+                f"Layer {layer.name!r} stores a tensor outside its modules, its output and what it "
+                "is given: in another module, a class or a global variable. Code behind the layers"
+                " runs on the rank of the last stage, and does not see what layers of other ranks "
+                "store there. If it reads that, as a loss of all layers would, set it as an "
+                "attribute of the layer." + see("values-between-layers"),
+                stacklevel=2,
+            )
+
+    def _record_change(self, place: SidePlace, argument: Tensor) -> None:
+        """Record that a layer has changed an argument in place."""
+        reads, sent = self.run.reads, self.run.sent
+        assert sent is not None
+        if place.layer == 0 and self.first_arguments:
+            changed, argument = argument, self.first_arguments[place.position]
+            if argument is not changed:
+                argument.copy_(changed)
+        if reads is not None and self.values.is_numbered(argument):  # It is sent as it is then.
+            reads.side_outputs |= {place, place._replace(leaf=0)}
+        elif reads is not None or sent.sends_side_output(place):
+            self._record(SideOutput(place, argument))
+        else:
+            self._validate_change(place.layer, argument)
+
+    def _validate_change(self, index: int, argument: Tensor) -> None:
+        """Check that what a layer changes is no received output that is a side output, too."""
+        received, changed = self.run.received.content, storage_id(argument.untyped_storage())
+        outputs = object_leaves(received.output, Tensor)
+        if all(storage_id(each.untyped_storage()) != changed for each in outputs):
+            return
+        for side in received.side_outputs:
+            is_last = side.place.layer == self._own.start - 1
+            is_sent = any(isinstance(each, Tensor) for each in values_in(side.value))
+            if side.is_output and is_last and is_sent:
+                before, place = self.layers[side.place.layer].name, side.place
+                path = ".".join(filter(None, (before, place.module, place.name)))
+                raise MisconfigurationException(
+                    f"Layer {self.layers[index].name!r} changes the output of layer {before!r} in "
+                    f"place, and {path!r}, which the step reads, is this output: on the rank of "
+                    f"{before!r} it does not change. Do not change it in place, store a copy, or "
+                    "put both layers into one stage (balance=...)." + see("values-between-layers")
+                )
 
     def _apart(self, output: Any) -> Any:
         """Return another tensor than that of a side output."""
@@ -230,8 +318,8 @@ class SideOutputs:
         for items, length in reversed(self._appended if self.run.sent is not None else []):
             del items[length:]
 
-    def replay(self, index: int) -> None:
-        """Call the hooks and set the attributes of a layer of an earlier stage again."""
+    def replay(self, index: int, arguments: Sequence[Any]) -> None:
+        """Repeat the effects of a layer of an earlier stage: on hooks, attributes and arguments."""
         layer = self.layers[index]
         received: Sequence[SideOutput] = self.run.received.content.side_outputs
         sides = [side for side in received if side.place.layer == index]
@@ -243,10 +331,17 @@ class SideOutputs:
         for side in sides:
             module = layer.modules[side.place.module]
             path = ".".join(filter(None, (layer.name, side.place.module)))
-            if side.place.of_hook:
-                self._replay_hook(module, side, path)
-            else:
+            if side.place.name == ARGUMENT:
+                self._replay_change(side, arguments[side.place.position], path)
+            elif side.place.of_attribute:
                 self._replay_attribute(module, side, path, lengths)
+            else:
+                self._replay_hook(module, side, path)
+
+    def _replay_change(self, change: SideOutput, argument: Tensor, path: str) -> None:
+        # What an earlier stage has sent has its changes.
+        if not self.values.is_received(argument):
+            argument.copy_(self._received_value(change, f"an argument of {path!r}"))
 
     def _replay_hook(self, module: nn.Module, call: SideOutput, path: str) -> None:
         hooks = list(getattr(module, call.place.name).values())
@@ -294,7 +389,7 @@ class SideOutputs:
         self, hook: Callable[..., Any], registry: str, position: int
     ) -> Callable[..., Any]:
         def watched(module: nn.Module, *args: Any) -> Any:
-            path = self.layers[self._layer].paths[module]
+            path = self.layers[self._layer].paths[id(module)]
             self._record(SideOutput(SidePlace(self._layer, path, registry, position), args))
             return hook(module, *args)
 
@@ -314,9 +409,10 @@ class SideOutputs:
         """Return a side output as it is sent; None if it is not."""
         sent, place = self.run.sent, side.place
         assert sent is not None
-        if place.of_hook and not sent.sends_side_output(place):
+        if not (place.of_attribute or sent.sends_side_output(place)):
             return None
-        owner = self.layers[place.layer].name + (f".{place.module}" if place.of_hook else "")
+        path = "" if place.of_attribute else place.module
+        owner = ".".join(filter(None, (self.layers[place.layer].name, path)))
 
         def is_sent(leaf: int) -> bool:
             return sent.sends_side_output(place._replace(leaf=leaf))

@@ -278,7 +278,7 @@ class DerivedValues(PausableMode):
             entry = self._find(tensor)
             if entry is None:
                 continue
-            is_attribute = any(isinstance(s, SidePlace) and not s.of_hook for s in entry.sources)
+            is_attribute = any(isinstance(s, SidePlace) and s.of_attribute for s in entry.sources)
             if not is_attribute or tensor.nbytes <= largest:
                 self._record_read([entry])
 
@@ -396,6 +396,10 @@ class DerivedValues(PausableMode):
             self._record_read([self._tracked[id(tensor)]])
         return True
 
+    def is_received(self, tensor: Tensor) -> bool:
+        """Whether an earlier stage has computed a tensor, which may be a placeholder."""
+        return self._find(tensor) is not None
+
     def is_numbered(self, tensor: Tensor) -> bool:
         """Whether functions of a tensor have numbers."""
         entry = self._find(tensor)
@@ -424,7 +428,8 @@ class DerivedValues(PausableMode):
 
     def _record_result(self, result: Any) -> None:
         """Record the tensors in a result that this stage has computed."""
-        for leaf, value in enumerate(object_leaves(result, Tensor)):
+        leaves = (result,) if isinstance(result, Tensor) else object_leaves(result, Tensor)
+        for leaf, value in enumerate(leaves):
             place = Place(self._layer, self._results, leaf)
             if place in self._sent_values:
                 self._to_send[place] = value

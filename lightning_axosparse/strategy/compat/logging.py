@@ -36,13 +36,17 @@ class LogCall(NamedTuple):
 class StepLog:
     """Records the log calls and prints of runs of a module's steps.
 
+    Args:
+        module: the module.
+        refuse_inside: refuses an action if a layer is being computed.
+
     Attributes:
         calls: the log calls of the last recorded run.
         prints: for each print, a function that does it.
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
+    def __init__(self, module: LightningModule, refuse_inside: Callable[[str], None]) -> None:
+        self._module, self._refuse_inside = module, refuse_inside
         self.calls: list[LogCall] = []
         self.prints: list[Callable[[], None]] = []
         self._logged: list[tuple[Tensor, int] | None] = []
@@ -68,7 +72,10 @@ class StepLog:
 
     def ignored(self) -> AbstractContextManager[None]:
         """Ignore log calls and prints inside the context."""
-        return _replaced((vars(self._module), {"log": _ignore, "print": _ignore}))
+        return _replaced((vars(self._module), {"log": self._ignore, "print": _ignore}))
+
+    def _ignore(self, name: str, *args: Any, **options: Any) -> None:
+        self._refuse_inside(f"logs {name!r}")
 
     def print(self) -> None:
         """Execute the recorded prints; Lightning prints on the first rank."""

@@ -62,6 +62,7 @@ class PipelinedMetrics:
         data_group: this stage in all replicas; None if there is one replica.
         from_last_stage: returns the value of the last stage on every stage of the pipeline.
         is_last_stage: whether this process runs the last stage.
+        refuse_inside: refuses an action if a layer is being computed.
 
     Attributes:
         touched: whether a metric was called in the last run in :meth:`skipped`.
@@ -73,8 +74,10 @@ class PipelinedMetrics:
         data_group: dist.ProcessGroup | None,
         from_last_stage: Callable[[Any], Any],
         is_last_stage: bool,
+        refuse_inside: Callable[[str], None],
     ) -> None:
         self._module, self._data_group = module, data_group
+        self._refuse_inside = refuse_inside
         self._from_last_stage, self._is_last_stage = from_last_stage, is_last_stage
         self._mode = _SHARED
         self._uncounted: Callable[[], AbstractContextManager[None]] = unnumbered
@@ -132,6 +135,7 @@ class PipelinedMetrics:
         """Whether the present run leaves metrics unchanged; record that it has called one."""
         if not self._mode.skips:
             return False
+        self._refuse_inside("updates or computes a torchmetrics object")
         self.touched = True
         for tensor in object_leaves(arguments, Tensor) if self._mode.reads else ():
             tensor.clone()

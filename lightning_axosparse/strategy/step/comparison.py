@@ -260,7 +260,7 @@ class Comparison:
         """Return in words which layer of a stage, or of those before it, gives or sets a value."""
         names, part = self._stage_module.layers.names, self._stage_module.layers.part(stage)
         index, place = layer_of(key), key[0]
-        if isinstance(place, SidePlace) and not place.of_hook:
+        if isinstance(place, SidePlace) and place.of_attribute:
             return f"layer {names[index]!r} sets {place.name!r} to"
         if index >= 0 or len(part) == 1:
             return f"layer {names[max(index, part[0])]!r} gives"

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_axosparse.pipeline.shard.remote_tensor import RemoteTensor
+from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.pipeline.state.module_state import (
     AttributePath,
     How,
@@ -63,7 +64,7 @@ class StepEffects:
 
     Args:
         module: the user's module.
-        layers: its pipelined layers.
+        pipelined: its layers.
         metrics: its metrics.
         runs_alone: whether the replica has other ranks, which do not run the step on the batch.
 
@@ -76,14 +77,15 @@ class StepEffects:
     def __init__(
         self,
         module: LightningModule,
-        layers: Sequence[nn.Module],
+        pipelined: PipelinedLayers,
         metrics: PipelinedMetrics,
         runs_alone: bool,
     ) -> None:
         self._module, self._metrics, self._runs_alone = module, metrics, runs_alone
         self._has_ranks = module.trainer.world_size > 1
-        self.log = StepLog(module)
+        self.log = StepLog(module, pipelined.refuse_inside)
         self.part_calls: list[list[LogCall]] = []
+        layers = pipelined.layers
         within = {id(part) for layer in layers for part in layer.modules()}
         self._state = ModuleState(module, within)
         self.settings = OuterSettings(module)

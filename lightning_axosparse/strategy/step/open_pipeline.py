@@ -74,9 +74,10 @@ class OpenPipeline:
                 groups.data,
                 partial(groups.broadcast_along_pipeline, stage=stage_module.last_stage),
                 stage_module.runs_last_stage,
+                stage_module.layers.refuse_inside,
             )
             self.effects = StepEffects(
-                module, stage_module.layers.layers, self.metrics, groups.inter is not None
+                module, stage_module.layers, self.metrics, groups.inter is not None
             )
             undo.callback(self.metrics.detach)
             self.metrics.attach()

@@ -497,3 +497,53 @@ def test_a_watched_layer_sees_an_attribute_in_the_place_of_another() -> None:
     del layer.one
     layer.other = torch.ones(1)
     assert {name for _, name in watched.attributes()} >= {"other"}
+
+
+class Halving(Layer):
+    """Changes its input in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5))
+
+
+def test_an_input_that_the_first_layer_changes_is_sent() -> None:
+    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+        model[0] = halving = Halving()
+        halving.load_state_dict(model[1].state_dict())
+
+        def loss(x: Tensor) -> Tensor:
+            given = x = x * 3
+            return (model(x) * given).sum()
+
+        return loss
+
+    assert_as_on_one_process(prepare)
+
+
+def test_an_input_that_a_layer_changes_and_no_stage_reads_is_not_sent(
+    sent: list[Activation],
+) -> None:
+    model = nn.Sequential(
+        *(layer for _ in range(2) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True)))
+    )
+    with staged(model, 4) as pipe:
+        train_as_learned(pipe, lambda x: model(x).sum(), torch.randn(6, WIDTH), sent)
+    assert [len(message.side_outputs) for message in sent] == [0] * len(sent)
+
+
+def test_a_change_of_an_output_that_the_layer_before_stores_is_refused() -> None:
+    class Storing(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            self.output = super().forward(x)
+            return self.output
+
+    model = nn.Sequential(*(Storing() for _ in range(LAYERS - 1)), nn.ReLU(inplace=True))
+
+    def loss(x: Tensor) -> Tensor:
+        return model(x).sum() + sum(layer.output.sum() for layer in list(model)[:-1])
+
+    with (
+        staged(model, LAYERS) as pipe,
+        pytest.raises(MisconfigurationException, match=r"in place, and 'layers.2.output'"),
+    ):
+        learned(pipe, loss, torch.randn(6, WIDTH), 2)

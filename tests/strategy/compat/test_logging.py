@@ -86,7 +86,7 @@ def module() -> Listener:
 
 @pytest.fixture
 def log(module: Listener) -> StepLog:
-    return StepLog(module)
+    return StepLog(module, lambda action: None)
 
 
 def loopback(microbatches: int) -> AxoSparseStrategy:
@@ -206,7 +206,7 @@ def test_an_override_runs_once(module: Listener, log: StepLog) -> None:
             super().log(f"own/{name}", value, **options)
 
     module = Prefixed()
-    log = StepLog(module)
+    log = StepLog(module, lambda action: None)
     with log.recorded():
         module.log("name", 1.0)
     log.replay(log.calls)

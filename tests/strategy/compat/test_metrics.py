@@ -43,6 +43,7 @@ def attached(module: LightningModule, groups: ProcessGroups | None = None) -> Pi
         groups.data,
         lambda value: groups.broadcast_along_pipeline(value, last),
         groups.grid.stage == last,
+        lambda action: None,
     )
     metrics.attach()
     return metrics
