@@ -254,4 +254,11 @@ class Regrid:
         self._runner.open(module)
         regridded = Regridded(old, new, epoch, time() - start, self._runner.microbatch_count)
         rank_zero_info(str(regridded))
+        if self._runner.reduction is None:
+            rank_zero_warn(
+                "From now on each replica trains on a part of the batch, and its loss is weighted "
+                "by its samples, which is right for a mean over them. If it is another function of "
+                "the batch, such as a sum or a contrastive loss, it differs from one process: "
+                "declare AxoSparseStrategy(loss=...), or leave regrid= out." + see("losses")
+            )
         return regridded

@@ -125,21 +125,15 @@ def without_metric(state: dict[str, Any]) -> dict[str, Any]:
 def of_all(records: list[Record], expected: Record, is_even: bool) -> Record:
     """The record of replicas together: their losses, and logged values, are means of their own.
 
-    Where their parts of batches are not equal, those expected: what they train shows in weights.
+    Where their parts of batches are not equal, losses are those expected: what they train shows in
+    weights.
     """
-    if not is_even:
-        pairs = zip(records[0].validated, expected.validated, strict=True)
-        validated = [
-            {name: (other if name.startswith("train_") else own)[name] for name in own}
-            for own, other in pairs
-        ]
-        known = {"losses": expected.losses, "logged": expected.logged, "validated": validated}
-        return replace(records[0], **known)
     logged = [
         {name: float(np.mean([each[name] for each in of_ranks])) for name in of_ranks[0]}
         for of_ranks in zip(*(record.logged for record in records), strict=True)
     ]
-    return replace(records[0], losses=mean_losses(records), logged=logged)
+    losses = mean_losses(records) if is_even else expected.losses
+    return replace(records[0], losses=losses, logged=logged)
 
 
 def train_rows(ranks: int, folder: Path) -> dict[Any, Any]:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.memory import recursive_detach
@@ -190,6 +191,51 @@ def with_loss(parts: Sequence[Sequence[LogCall]], loss: Tensor) -> list[LogCall]
             options["batch_size"] = sum(call.options["batch_size"] for call in calls)
         of_batch.append(LogCall(calls[0].name, recursive_detach(loss, to_cpu=True), options))
     return of_batch
+
+
+def of_batch(
+    calls: Sequence[LogCall], parts: Sequence[tuple[Sequence[LogCall], float]], replicas: int
+) -> list[LogCall]:
+    """Return the log calls of a batch of which several replicas have parts.
+
+    Args:
+        calls: those of this replica.
+        parts: those of each replica with samples, and its share of these.
+        replicas: how many times Lightning adds each value that it sums with ``sync_dist``.
+    """
+    combined = list[LogCall]()
+    for number, call in enumerate(calls):
+        alike = [(of_part[number], share) for of_part, share in parts if len(of_part) > number]
+        own = [(each, share) for each, share in alike if each.name == call.name]
+        value, options = call.value, dict(call.options)
+        if isinstance(value, Tensor) and options["metric_attribute"] is None:
+            values = torch.stack([each.value.to(value.dtype) for each, _ in own])
+            value = _reduced(values, [share for _, share in own], options["reduce_fx"])
+            if options["sync_dist"] and options["reduce_fx"] in ("sum", sum, torch.sum):
+                value = value / replicas
+        if options["batch_size"] is not None:
+            options["batch_size"] = sum(each.options["batch_size"] for each, _ in own)
+        combined.append(LogCall(call.name, value, options))
+    return combined
+
+
+def _reduced(values: Tensor, shares: Sequence[float], by: Any) -> Tensor:
+    """Reduce the values of parts of a batch, which have shares of its samples."""
+    name = str(getattr(by, "__name__", by)).lower()
+    if name in _REDUCTIONS:
+        return _REDUCTIONS[name](values, 0)
+    values = values if values.is_floating_point() else values.to(torch.get_default_dtype())
+    weights = values.new_tensor(shares)
+    mean: Tensor = torch.tensordot(weights / weights.sum(), values, 1)
+    return mean
+
+
+_REDUCTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "sum": torch.sum,
+    "min": torch.amin,
+    "max": torch.amax,
+}
+"""How values of several steps are reduced by name; others are averaged."""
 
 
 def alike(calls: Sequence[LogCall], others: Sequence[LogCall]) -> bool:

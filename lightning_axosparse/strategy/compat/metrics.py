@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
@@ -126,6 +126,22 @@ class PipelinedMetrics:
         """
         self.touched = False
         return patched(self, "_mode", _READ if reads else _SKIPPED)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore metrics after the context, whose samples another replica counts."""
+        metrics = [each for each in self._metrics() if isinstance(each, Metric)]
+        before = [
+            {
+                name: list(state) if isinstance(state, list) else state.clone()
+                for name, state in metric.metric_state.items()
+            }
+            for metric in metrics
+        ]
+        counts = [metric._update_count for metric in metrics]
+        yield
+        for metric, states, count in zip(metrics, before, counts, strict=True):
+            vars(metric).update(states, _update_count=count, _computed=None)
 
     def _metrics(self) -> Iterator[Any]:
         kinds = Metric, MetricCollection

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,6 +21,7 @@ from lightning_axosparse.pipeline.batch_layout import (
     inferred,
     path_text,
 )
+from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
 from lightning_axosparse.pipeline.microbatch import (
     MicroBatch,
     counted,
@@ -38,6 +40,24 @@ _ASK = (
     "For micro-batches, give AxoSparseStrategy(split_batch=...) a function (batch, microbatches) "
     "-> list of micro-batches."
 )
+
+
+class Share(NamedTuple):
+    """What counts of a replica that has a part of a batch, in multiples of one replica's share.
+
+    For 3 samples on 2 replicas, ``samples`` is 2/3 and 4/3.
+
+    Attributes:
+        samples: the number of its samples.
+        loss: the weight of its loss.
+    """
+
+    samples: float
+    loss: float
+
+
+WHOLE = Share(1.0, 1.0)
+"""The share of a replica that has a batch of its own."""
 
 
 class BatchSplitter:
@@ -64,29 +84,37 @@ class BatchSplitter:
         self._microbatches, self._fewest_samples = microbatches, fewest_samples
         self._known: dict[tuple[object, int], _LoaderBatches] = {}
 
-    def own_part(self, batch: Any, origin: Source, grid: Grid) -> tuple[Any, float]:
+    def own_part(
+        self, batch: Any, origin: Source, grid: Grid, reduction: Reduction | None
+    ) -> tuple[Any, Share]:
         """Return this replica's part of a batch, if several replicas get the same batch.
+
+        If there are fewer samples than replicas, some replicas get one sample, with shares of 0.
 
         Args:
             batch: the batch of the loader.
             origin: the source of the batch.
             grid: the grid of ranks.
-
-        Returns:
-            The part, and the ratio of its samples to those of an average part: for 3 samples on 2
-            replicas, 2/3 and 4/3. If there are fewer samples than replicas, some replicas get one
-            sample with ratio 0.
+            reduction: what the loss is; None: it is weighted as a mean over samples.
         """
         replicas, index = grid.replicas_per_batch, grid.part_of_batch
         if replicas == 1:
-            return batch, 1.0
+            return batch, WHOLE
         layout, count = self._loader(origin).layout(batch, replicas)
         if not layout.dims:
-            return batch, 1.0
-        first, end = count * index // replicas, count * (index + 1) // replicas
+            return batch, WHOLE
+        edges = [count * replica // replicas for replica in range(replicas + 1)]
+        first, end = edges[index : index + 2]
         if first == end:
-            return layout.cut(batch, 0, 1), 0.0
-        return layout.cut(batch, first, end), (end - first) * replicas / count
+            return layout.cut(batch, 0, 1), Share(0.0, 0.0)
+        parts = [
+            MicroBatch(layout.cut(batch, lo, hi), hi - lo, lo)
+            for lo, hi in pairwise(edges)
+            if lo < hi
+        ]
+        own = sum(part.begin < first for part in parts)
+        weight = LossWeights(reduction or "mean", parts).of[own]
+        return parts[own].batch, Share((end - first) * replicas / count, weight * replicas)
 
     def microbatches_of(
         self, batch: Any, origin: Source, groups: ProcessGroups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -38,7 +39,7 @@ from lightning_axosparse.strategy.compat.gradients import (
 )
 from lightning_axosparse.strategy.compat.loaders import broadcast_seed, source
 from lightning_axosparse.strategy.compat.lockstep import position
-from lightning_axosparse.strategy.compat.logging import LogCall, with_loss
+from lightning_axosparse.strategy.compat.logging import LogCall, of_batch, with_loss
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
@@ -152,7 +153,8 @@ class StepRunner:
         self._trainer, self._precision, self._free = trainer, precision, free
         self._in_flight = config.in_flight
         self._schedule = SCHEDULES[config.schedule]
-        self._reduction = config.reduction
+        self.reduction = config.reduction
+        """What the loss is; None: any function of the batch."""
         self.microbatch_count = config.microbatch_count
         """Wanted number of micro-batches in a batch."""
         self._splitter = BatchSplitter(trainer, self.microbatch_count, config.split_batch, fewest)
@@ -223,7 +225,7 @@ class StepRunner:
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
             origin = source(self._trainer, args)
-            batch, share = self._splitter.own_part(batch, origin, stage_module.grid)
+            batch, share = self._splitter.own_part(batch, origin, stage_module.grid, self.reduction)
             microbatches = self._splitter.microbatches_of(batch, origin, stage_module.groups)
             step = Batch(
                 step=user_step,
@@ -240,9 +242,10 @@ class StepRunner:
                 may_fail=stage_module.groups.ordered is None,
             )
             known = self._known[origin.key]
-            trained = partial(self._trained, share=share)
+            trained = partial(self._trained, share=share.loss)
             pass_through = trained if self._trainer.training else self._evaluated
-            with run.rng.batch():
+            repeats = nullcontext() if share.samples else run.metrics.unchanged()
+            with run.rng.batch(), repeats:
                 run.effects.settings.begin_batch()
                 run.effects.begin_batch()
                 step = self._learner.begin_batch(run, known, step)
@@ -250,7 +253,7 @@ class StepRunner:
                 while result.rerun is not None:
                     step = self._learner.run_again(run, known, step, result.rerun)
                     result = pass_through(known, step)
-                return self._applied(result)
+                return self._applied(result, share.samples)
 
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:
         """Train on a batch; return the results of the step, on all ranks of the replica."""
@@ -265,7 +268,7 @@ class StepRunner:
             hooks,
             share,
         )
-        reduction = self._reduction if len(step.microbatches) > 1 else None
+        reduction = self.reduction if len(step.microbatches) > 1 else None
         if known.has_other_effects and not run.pipeline.is_divided:
             reduction = None  # Without layers, there is no end of the step to run on the batch.
         if known.reads_numbers:
@@ -353,20 +356,25 @@ class StepRunner:
             return replace(received, output=own)
         return replace(received, output=move_data_to_device(received.output, stage_module.device))
 
-    def _synchronized(self, call: LogCall) -> LogCall:
-        """Synchronise a logged value, if Lightning does not.
+    def _of_batch(self, calls: Sequence[LogCall], share: float) -> Sequence[LogCall]:
+        """Combine what the replicas that have parts of a batch log: all get that of the batch.
 
-        After a regrid, replicas get parts of the same batches, and Lightning sees one process.
+        Else each would decide by values of its own about the rate, the best checkpoint, the end.
         """
-        strategy: Any = self._trainer.strategy
-        is_metric = call.options["metric_attribute"] is not None
-        if strategy.is_distributed or is_metric or not call.options["sync_dist"]:
-            return call
-        value = call.value.to(self._open.stage_module.device, torch.get_default_dtype())
-        by = call.options["reduce_fx"]
-        return call._replace(value=strategy.reduce(value, reduce_op=getattr(by, "__name__", by)))
+        grid, groups = self._open.stage_module.grid, self._open.stage_module.groups
+        if grid.replicas_per_batch == 1:
+            return calls
+        of_ranks = all_gather((grid.rank, share, calls), groups.data)
+        parts = [part for part in of_ranks if part[0] in grid.same_batch_ranks and part[1]]
+        return of_batch(calls, [(part, share) for _, share, part in parts], self._sums_again)
 
-    def _applied(self, result: StepResult) -> Any:
+    @property
+    def _sums_again(self) -> int:
+        """How many of the replicas that have parts of a batch Lightning sums values over."""
+        strategy: Any = self._trainer.strategy
+        return self._open.stage_module.grid.replicas_per_batch if strategy.is_distributed else 1
+
+    def _applied(self, result: StepResult, share: float) -> Any:
         """Apply the results of the step on this rank; return its output."""
         run = self._open
         if not run.stage_module.runs_last_stage:
@@ -377,7 +385,7 @@ class StepRunner:
         for text in result.warnings:
             self._learner.warn(text)
         with self._precision.forward_context():  # It determines the dtype of a logged number.
-            run.effects.log.replay([self._synchronized(call) for call in result.calls])
+            run.effects.log.replay(self._of_batch(result.calls, share))
         return result.output
 
     def _with_known(self, known: LoaderSteps, step: Batch, by_parts: bool) -> Batch:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike, with_loss
+from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike, of_batch, with_loss
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
 from tests.strategy.compat.harness import Moments, assert_same, fit
@@ -384,3 +384,25 @@ def test_it_prints_into_files_of_the_user() -> None:
     run = trainer(pipeline(transport="loopback"), max_epochs=1)
     run.fit(module, loader(1, batches=2))
     assert module.file.getvalue() == "behind\nbehind\n"
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [("mean", 2.5), (torch.mean, 2.5), ("avg", 2.5), (sum, 4.0), ("sum", 4.0), ("MAX", 3.0)],
+)
+def test_replicas_that_have_parts_of_a_batch_log_that_of_the_batch(by: Any, expected: Any) -> None:
+    def calls(value: float, size: int | None, other: str = "other") -> list[LogCall]:
+        options = {"metric_attribute": None, "reduce_fx": by, "sync_dist": False}
+        tensor = torch.tensor(value, dtype=torch.float64)
+        return [LogCall(n, tensor, {**options, "batch_size": size}) for n in ("name", other)]
+
+    parts = [(calls(1.0, 1), 0.5), (calls(3.0, 3, "another"), 1.5)]
+    first, second = of_batch(parts[0][0], parts, 1)
+    assert first.value == expected
+    assert first.value.dtype == torch.float64
+    assert first.options["batch_size"] == 4
+    assert (second.value, second.options["batch_size"]) == (1.0, 1)
+    (summed, _) = of_batch(
+        [c._replace(options={**c.options, "sync_dist": True}) for c in parts[0][0]], parts, 2
+    )
+    assert summed.value == expected / (2 if by in (sum, "sum") else 1)

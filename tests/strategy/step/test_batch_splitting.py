@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.distributed.grid import Grid
+from lightning_axosparse.strategy.compat.loaders import Source
 from lightning_axosparse.strategy.step import batch_splitting
 from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
 
@@ -301,3 +303,33 @@ def test_what_is_no_list_of_parts_is_refused(returned: Any) -> None:
         fit(made(torch.rand(4, WIDTH)), split_batch=split)
     with pytest.raises(ValueError, match=r"split_batch=<built-in function print> returned None"):
         fit(made(torch.rand(4, WIDTH)), split_batch=print)
+
+
+def padding(batch: Any) -> int:
+    return int((batch[1] >= 0).sum())
+
+
+@pytest.mark.parametrize(
+    ("reduction", "samples", "expected"),
+    [
+        (None, 7, [(6 / 7, 6 / 7), (8 / 7, 8 / 7)]),
+        ("mean", 8, [(1.0, 1.0), (1.0, 1.0)]),
+        ("sum", 7, [(6 / 7, 2.0), (8 / 7, 2.0)]),
+        ("sum", 1, [(0.0, 0.0), (2.0, 2.0)]),
+        (padding, 7, [(6 / 7, 2 * 2 / 6), (8 / 7, 2 * 4 / 6)]),
+        (padding, 1, [(0.0, 0.0), (2.0, 2.0)]),
+    ],
+)
+def test_a_replica_that_has_a_part_of_a_batch_counts_for_it(
+    reduction: Any, samples: int, expected: Any
+) -> None:
+    batch = [torch.randn(samples, WIDTH), torch.arange(samples) - 1]
+    run, loader = trainer(), DataLoader(TensorDataset(*batch), samples)
+    run.fit(Net(), loader)
+    origin = Source("train", None, 0, (loader,), list)
+    for rank, share in enumerate(expected):
+        grid = Grid(2, 1, rank, replicas_per_batch=2)
+        splitter = BatchSplitter(run, 2, None)
+        (x, _), own = splitter.own_part(batch, origin, grid, reduction)
+        assert own == pytest.approx(share)
+        assert len(x) == max(1, round(samples * own.samples / 2))
