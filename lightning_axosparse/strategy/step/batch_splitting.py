@@ -101,8 +101,8 @@ class BatchSplitter:
         if replicas == 1:
             return batch, WHOLE
         layout, count = self._loader(origin).layout(batch, replicas)
-        if not layout.dims:
-            return batch, WHOLE
+        if not layout.dims:  # All train on it, and the values of one count.
+            return batch, Share(0.0 if index else float(replicas), 1.0)
         edges = [count * replica // replicas for replica in range(replicas + 1)]
         first, end = edges[index : index + 2]
         if first == end:

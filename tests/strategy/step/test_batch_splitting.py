@@ -333,3 +333,14 @@ def test_a_replica_that_has_a_part_of_a_batch_counts_for_it(
         (x, _), own = splitter.own_part(batch, origin, grid, reduction)
         assert own == pytest.approx(share)
         assert len(x) == max(1, round(samples * own.samples / 2))
+
+
+def test_a_batch_that_cannot_be_divided_counts_once() -> None:
+    batch = [torch.randn(3, WIDTH), torch.randn(5, WIDTH)]
+    origin = Source("train", None, 0, (made(batch),), list)
+    splitter = BatchSplitter(trainer(), 2, None)
+    shares = [
+        splitter.own_part(batch, origin, Grid(2, 1, rank, replicas_per_batch=2), None)[1]
+        for rank in range(2)
+    ]
+    assert shares == [(2.0, 1.0), (0.0, 1.0)]
