@@ -95,7 +95,9 @@ class WatchedLayer:
         """Return the state of each attribute that is a tensor, a list or a dict."""
         # Called twice for each micro-batch and layer, so names are listed only if some are new: a
         # new one is the last in its dict.
-        last_names = [(len(names), next(reversed(names), None)) for names in self._namespaces]
+        last_names: list[tuple[int, str | None]] = []
+        for names in self._namespaces:  # No comprehension, which would be one more call.
+            last_names.append((len(names), next(reversed(names), None)))
         if last_names != self._last_names:
             self._last_names, self._names = last_names, list(self._list_names())
         states: dict[tuple[str, str], _AttributeState] = {}
