@@ -276,7 +276,8 @@ def _sddmm(
 ) -> int:
     lanes, height, width = lanes_of(zero), weight.height, weight.width
     token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
-    products, factors = weight.values, packed[width * lanes :]
+    factors, offsets = packed[width * lanes :], pointer_to(weight.offsets)
+    products, features_of = pointer_to(weight.values), pointer_to(packed)
     entries = np.empty(ROWS, np.intp)
     _pack(right, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
@@ -290,7 +291,7 @@ def _sddmm(
                 end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
                 factor = load(zero, factors, row * lanes)
-                _add_dots(products, (entry, end), factor, packed, (weight.offsets, features))
+                _add_dots(products, (entry, end), factor, features_of, (offsets, features))
     return int(group)
 
 
