@@ -139,7 +139,8 @@ class MPILauncher(_Launcher):
             code = mpiexec.wait(process, outputs, folder)
         except BaseException as interruption:
             terminated = isinstance(interruption, _Terminated)
-            mpiexec.stop(process, signal.SIGTERM if terminated else signal.SIGINT, folder)
+            signum = signal.SIGTERM if terminated else signal.SIGINT
+            mpiexec.stop(process, outputs, signum, folder)
             raise
         finally:
             self._mpiexec = None

@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TextIO
+from typing import TextIO
 
 from lightning_axosparse.distributed.mpi.environment import find_mpiexec
 from lightning_axosparse.distributed.rank_status import read_status
@@ -89,16 +89,42 @@ def start(ranks: int, command: Sequence[str], outputs: Sequence[Output]) -> subp
 
 
 def wait(process: subprocess.Popen[bytes], outputs: Sequence[Output], folder: Path) -> int:
-    """Copy the output of ranks from pipes until mpiexec has ended; stop it if it outlives a rank.
+    """Wait until mpiexec has ended; stop it if it outlives a rank.
 
     Returns:
         The exit code of mpiexec, or 0 if it was stopped.
     """
-    pipes: list[IO[bytes] | None] = [process.stdout, process.stderr]
     deadline = float("inf")
+    for _ in _copied_output(process, outputs):
+        if deadline == float("inf") and (folder / "ends").stat().st_size:
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if time.monotonic() > deadline:
+            stop(process, outputs, signal.SIGTERM, folder)
+            return 0
+    return process.returncode
+
+
+def stop(
+    process: subprocess.Popen[bytes], outputs: Sequence[Output], signum: int, folder: Path
+) -> None:
+    """Send a signal to mpiexec, which sends it to the ranks; kill it if it does not end.
+
+    Ranks that have agreed to end and are saving a checkpoint get the time that they need.
+    """
+    process.send_signal(signum)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for _ in _copied_output(process, outputs):
+        if time.monotonic() > deadline:
+            deadline = time.monotonic() + _GRACE_SECONDS
+            if not any(read_status(str(file)).leaves for file in folder.glob("status-*")):
+                process.kill()
+
+
+def _copied_output(process: subprocess.Popen[bytes], outputs: Sequence[Output]) -> Iterator[None]:
+    """Copy the output of ranks from pipes until mpiexec has ended; yield several times a second."""
     with selectors.DefaultSelector() as selector:
-        for pipe, output in zip(pipes, outputs, strict=True):
-            if pipe is not None:
+        for pipe, output in zip((process.stdout, process.stderr), outputs, strict=True):
+            if pipe is not None and not pipe.closed:
                 selector.register(pipe, selectors.EVENT_READ, output)
         while True:
             ready = selector.select(_POLL_SECONDS)
@@ -108,29 +134,8 @@ def wait(process: subprocess.Popen[bytes], outputs: Sequence[Output], folder: Pa
                 if not data:
                     selector.unregister(key.fileobj)
             if not ready and process.poll() is not None:
-                return process.returncode
-            if deadline == float("inf") and (folder / "ends").stat().st_size:
-                deadline = time.monotonic() + _GRACE_SECONDS
-            if time.monotonic() > deadline:
-                stop(process, signal.SIGTERM, folder)
-                return 0
-
-
-def stop(process: subprocess.Popen[bytes], signum: int, folder: Path) -> None:
-    """Send a signal to mpiexec, which sends it to the ranks; kill it if it does not end.
-
-    Ranks that have agreed to end and are saving a checkpoint get the time that they need.
-    """
-    process.send_signal(signum)
-    while True:
-        try:
-            process.wait(_GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            if any(read_status(str(file)).leaves for file in folder.glob("status-*")):
-                continue
-            process.kill()
-            process.wait()
-        return
+                return
+            yield
 
 
 def environment() -> dict[str, str]:
