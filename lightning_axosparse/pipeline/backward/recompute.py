@@ -61,10 +61,14 @@ class ActivationCheckpointing:
 def without_reentrant_checkpoints() -> AbstractContextManager[None]:
     """Let the user's reentrant checkpoints be non-reentrant ones, which give the same numbers.
 
-    A reentrant one around a layer of another stage would call this layer in its backward pass.
+    A reentrant one around a layer of another stage would call this layer in its backward pass. If
+    no argument has a graph, there is no such pass, and its parameters get no gradient.
     """
+    own: Callable[..., Any] = CheckpointFunction.apply
 
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not any(isinstance(each, Tensor) and each.requires_grad for each in args):
+            return own(function, preserve_rng_state, *args)
         return checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )

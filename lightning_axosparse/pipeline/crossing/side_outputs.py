@@ -51,6 +51,8 @@ from lightning_axosparse.support.troubleshooting import see
 
 _REGISTRIES = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = frozenset(PLAIN)
+_CONTAINERS = (tuple, list, dict)
+"""Arguments of layers in which tensors may be that layers change in place."""
 
 
 class _AttributeState(NamedTuple):
@@ -149,8 +151,8 @@ class SideOutputs:
     _layer: int = field(init=False, default=-1)
     _before: Mapping[tuple[str, str], _AttributeState] = field(init=False, default_factory=dict)
     """The attributes of the running layer before its forward pass."""
-    _arguments: list[tuple[int, Tensor, int | Tensor]] = field(init=False, default_factory=list)
-    """The tensors among the running layer's arguments: position, tensor, and version or copy."""
+    _arguments: list[tuple[Tensor, int | Tensor, Any]] = field(init=False, default_factory=list)
+    """The tensors in the running layer's arguments, with version or copy, and node of autograd."""
     _given: Sequence[Any] = field(init=False, default=())
     """All arguments of the running layer, in a probe."""
     _young: Sequence[Tensor] = field(init=False, default=())
@@ -193,11 +195,15 @@ class SideOutputs:
         """Prepare to compute a layer of the stage."""
         self._layer = index
         self._arguments = []
-        for position, each in enumerate(arguments):
+        for each in arguments:
             if isinstance(each, Tensor):
                 # One that was made in inference mode has no version.
                 state = each.clone() if each.is_inference() else version_of(each)
-                self._arguments.append((position, each, state))
+                self._arguments.append((each, state, each.requires_grad and each.grad_fn))
+            elif each is not None and type(each) in _CONTAINERS:
+                for leaf in object_leaves(each, Tensor):
+                    state = leaf.clone() if leaf.is_inference() else version_of(leaf)
+                    self._arguments.append((leaf, state, leaf.requires_grad and leaf.grad_fn))
         self._before = self.layers[index].attributes()
         self._stored.clear()
         if self.run.reads is not None:
@@ -211,13 +217,14 @@ class SideOutputs:
         So they are here, too: functions of one of them have numbers (``skip_tensors``).
         """
         layer = self.layers[index]
-        for position, argument, state in self._arguments:
+        for position, (argument, state, node) in enumerate(self._arguments):
             if isinstance(state, Tensor):
                 is_changed = not torch.equal(argument, state)
             else:
                 is_changed = version_of(argument) != state
             if is_changed:
-                self._record_change(SidePlace(index, "", ARGUMENT, position), argument)
+                has_graph = argument.requires_grad and argument.grad_fn is not node
+                self._record_change(SidePlace(index, "", ARGUMENT, position), argument, has_graph)
         for (path, name), now in layer.attributes().items():
             before, module = self._before.get((path, name)), layer.modules[path]
             place = SidePlace(index, path, name)
@@ -257,18 +264,27 @@ class SideOutputs:
                 stacklevel=2,
             )
 
-    def _record_change(self, place: SidePlace, argument: Tensor) -> None:
-        """Record that a layer has changed an argument in place."""
+    def _record_change(self, place: SidePlace, argument: Tensor, has_graph: bool) -> None:
+        """Record that a layer has changed an argument in place, in the graph or beside it."""
         reads, sent = self.run.reads, self.run.sent
         assert sent is not None
+        if isinstance(argument, nn.Parameter):
+            raise MisconfigurationException(
+                f"Layer {self.layers[place.layer].name!r} changes a parameter that it is given, on "
+                "one rank and for each micro-batch. Change parameters in hooks, such as "
+                "`on_train_batch_end`." + see("values-between-layers")
+            )
         if place.layer == 0 and self.first_arguments:
-            changed, argument = argument, self.first_arguments[place.position]
+            changed, argument = argument, _tensors_of(self.first_arguments)[place.position]
             if argument is not changed:
-                argument.copy_(changed)
+                _copy_into(argument, changed if has_graph else changed.detach())
         if reads is not None and self.values.is_numbered(argument):  # It is sent as it is then.
             reads.side_outputs |= {place, place._replace(leaf=0)}
         elif reads is not None or sent.sends_side_output(place):
-            self._record(SideOutput(place, argument))
+            # A copy, as changes to the module are undone after the run.
+            value = argument if has_graph else argument.detach()
+            self._record(SideOutput(place, value.clone()))
+            self._stored.add(id(argument))
         else:
             self._validate_change(place.layer, argument)
 
@@ -334,7 +350,7 @@ class SideOutputs:
             module = layer.modules[side.place.module]
             path = ".".join(filter(None, (layer.name, side.place.module)))
             if side.place.name == ARGUMENT:
-                self._replay_change(side, arguments[side.place.position], path)
+                self._replay_change(side, _tensors_of(arguments)[side.place.position], path)
             elif side.place.of_attribute:
                 self._replay_attribute(module, side, path, lengths)
             else:
@@ -343,7 +359,7 @@ class SideOutputs:
     def _replay_change(self, change: SideOutput, argument: Tensor, path: str) -> None:
         # What an earlier stage has sent has its changes.
         if not self.values.is_received(argument):
-            argument.copy_(self._received_value(change, f"an argument of {path!r}"))
+            _copy_into(argument, self._received_value(change, f"an argument of {path!r}"))
 
     def _replay_hook(self, module: nn.Module, call: SideOutput, path: str) -> None:
         hooks = list(getattr(module, call.place.name).values())
@@ -426,6 +442,21 @@ class SideOutputs:
         has_graph = any(isinstance(item, Tensor) and item.requires_grad for item in new)
         if has_graph or not torch.is_grad_enabled():
             self._appended.append((items, len(items) - len(new)))
+
+
+def _tensors_of(arguments: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors in the arguments of a layer, as :meth:`SideOutputs.begin_layer` does."""
+    return [
+        leaf
+        for each in arguments
+        if isinstance(each, Tensor) or type(each) in _CONTAINERS
+        for leaf in object_leaves(each, Tensor)
+    ]
+
+
+def _copy_into(tensor: Tensor, value: Tensor) -> None:
+    """Change a tensor in place: in its graph if the value has one."""
+    (tensor if value.requires_grad else tensor.detach()).copy_(value)
 
 
 def _view(tensor: Tensor) -> Tensor:

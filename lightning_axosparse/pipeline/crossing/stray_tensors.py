@@ -36,7 +36,8 @@ def young_tensors() -> list[Tensor]:
     objects = chain(gc.get_objects(generation=0), gc.get_objects(generation=1))
     # Not isinstance, which asks proxies for their class.
     tensors = (each for each in objects if issubclass(type(each), Tensor))
-    return [each for each in tensors if each.grad_fn is not None]
+    # Reading `grad_fn` raises an error of some views whose base has changed.
+    return [each for each in tensors if each.requires_grad and not each.is_leaf]
 
 
 def has_stray_tensor(known: Collection[int], own: Collection[nn.Module]) -> bool:

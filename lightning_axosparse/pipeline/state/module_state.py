@@ -289,6 +289,13 @@ class ModuleState:
         """Return the mode that has to be active while tensors are written to."""
         return _Writes(self.storages)
 
+    def note_write(self, path: AttributePath) -> None:
+        """Note that the tensor at a path may have another value, with the same version."""
+        value = value_at(self._module, path)
+        if isinstance(value, Tensor) and is_readable(value):
+            for each in self.storages.get(storage_id(value.untyped_storage()), ()):
+                each.is_written = True
+
     def capture(self) -> None:
         """Replace the copy by one of the present state."""
         changed = self._changed()

@@ -194,29 +194,52 @@ def with_loss(parts: Sequence[Sequence[LogCall]], loss: Tensor) -> list[LogCall]
 
 
 def of_batch(
-    calls: Sequence[LogCall], parts: Sequence[tuple[Sequence[LogCall], float]], replicas: int
+    calls: Sequence[LogCall],
+    parts: Sequence[tuple[Sequence[LogCall], float]],
+    size: tuple[int, int],
+    replicas: int,
 ) -> list[LogCall]:
     """Return the log calls of a batch of which several replicas have parts.
 
     Args:
         calls: those of this replica.
         parts: those of each replica with samples, and its share of these.
+        size: the number of samples of this replica's part, and of the batch.
         replicas: how many times Lightning adds each value that it sums with ``sync_dist``.
     """
+    numbered = [(_numbered(of_part), share) for of_part, share in parts]
     combined = list[LogCall]()
-    for number, call in enumerate(calls):
-        alike = [(of_part[number], share) for of_part, share in parts if len(of_part) > number]
-        own = [(each, share) for each, share in alike if each.name == call.name]
+    for key, call in _numbered(calls).items():
+        own = [(of_part[key], share) for of_part, share in numbered if key in of_part]
         value, options = call.value, dict(call.options)
-        if isinstance(value, Tensor) and options["metric_attribute"] is None:
+        if own and isinstance(value, Tensor) and options["metric_attribute"] is None:
             values = torch.stack([each.value.to(value.dtype) for each, _ in own])
             value = _reduced(values, [share for _, share in own], options["reduce_fx"])
             if options["sync_dist"] and options["reduce_fx"] in ("sum", sum, torch.sum):
                 value = value / replicas
         if options["batch_size"] is not None:
-            options["batch_size"] = sum(each.options["batch_size"] for each, _ in own)
+            sizes = [each.options["batch_size"] for each, _ in own]
+            options["batch_size"] = _size_of_batch(options["batch_size"], sizes, size)
         combined.append(LogCall(call.name, value, options))
     return combined
+
+
+def _numbered(calls: Sequence[LogCall]) -> dict[tuple[str, int], LogCall]:
+    """Return log calls by their names, and how often there were others of the name before."""
+    numbered: dict[tuple[str, int], LogCall] = {}
+    counts: dict[str, int] = {}
+    for call in calls:
+        counts[call.name] = counts.get(call.name, -1) + 1
+        numbered[call.name, counts[call.name]] = call
+    return numbered
+
+
+def _size_of_batch(own: int, of_parts: Sequence[int], size: tuple[int, int]) -> int:
+    """Return ``batch_size`` for the batch: a number of samples, a constant, or another count."""
+    samples, of_batch = size
+    if own == samples:
+        return of_batch
+    return own if len(set(of_parts)) <= 1 else sum(of_parts)
 
 
 def _reduced(values: Tensor, shares: Sequence[float], by: Any) -> Tensor:

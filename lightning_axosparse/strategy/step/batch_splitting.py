@@ -50,10 +50,12 @@ class Share(NamedTuple):
     Attributes:
         samples: the number of its samples.
         loss: the weight of its loss.
+        size: the numbers of samples of its part and of the batch.
     """
 
     samples: float
     loss: float
+    size: tuple[int, int] = (0, 0)
 
 
 WHOLE = Share(1.0, 1.0)
@@ -89,7 +91,8 @@ class BatchSplitter:
     ) -> tuple[Any, Share]:
         """Return this replica's part of a batch, if several replicas get the same batch.
 
-        If there are fewer samples than replicas, some replicas get one sample, with shares of 0.
+        If there are fewer samples than replicas, or nothing in a part counts, its replica gets
+        another one's part, with shares of 0: its loss would not be a number.
 
         Args:
             batch: the batch of the loader.
@@ -104,17 +107,18 @@ class BatchSplitter:
         if not layout.dims:  # All train on it, and the values of one count.
             return batch, Share(0.0 if index else float(replicas), 1.0)
         edges = [count * replica // replicas for replica in range(replicas + 1)]
-        first, end = edges[index : index + 2]
-        if first == end:
-            return layout.cut(batch, 0, 1), Share(0.0, 0.0)
         parts = [
             MicroBatch(layout.cut(batch, lo, hi), hi - lo, lo)
             for lo, hi in pairwise(edges)
             if lo < hi
         ]
+        weights = LossWeights(reduction or "mean", parts).of
+        first, end = edges[index : index + 2]
         own = sum(part.begin < first for part in parts)
-        weight = LossWeights(reduction or "mean", parts).of[own]
-        return parts[own].batch, Share((end - first) * replicas / count, weight * replicas)
+        if first == end or not weights[own]:
+            return parts[weights.index(max(weights))].batch, Share(0.0, 0.0)
+        shares = (end - first) * replicas / count, weights[own] * replicas
+        return parts[own].batch, Share(*shares, (end - first, count))
 
     def microbatches_of(
         self, batch: Any, origin: Source, groups: ProcessGroups

@@ -233,6 +233,7 @@ class StepEffects:
         for path, how, rest, tensors in changed:
             own = [tensor.to(self._module.device) for tensor in tensors]
             write(self._module, path, how, put_together(rest, own))
+            self._state.note_write(path)
 
 
 def _storage(tensor: Tensor | None) -> int | None:

@@ -42,7 +42,7 @@ from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.compat.logging import LogCall, of_batch, with_loss
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.stages.stage_module import StageModule
-from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter
+from lightning_axosparse.strategy.step.batch_splitting import BatchSplitter, Share
 from lightning_axosparse.strategy.step.effects import Changed
 from lightning_axosparse.strategy.step.learning import LoaderSteps, StepLearner
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
@@ -225,7 +225,8 @@ class StepRunner:
         run, stage_module = self._open, self._open.stage_module
         with this_rank().step(*position(self._trainer)):
             origin = source(self._trainer, args)
-            batch, share = self._splitter.own_part(batch, origin, stage_module.grid, self.reduction)
+            reduction = self.reduction if self._trainer.training else None
+            batch, share = self._splitter.own_part(batch, origin, stage_module.grid, reduction)
             microbatches = self._splitter.microbatches_of(batch, origin, stage_module.groups)
             step = Batch(
                 step=user_step,
@@ -253,7 +254,7 @@ class StepRunner:
                 while result.rerun is not None:
                     step = self._learner.run_again(run, known, step, result.rerun)
                     result = pass_through(known, step)
-                return self._applied(result, share.samples)
+                return self._applied(result, share)
 
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:
         """Train on a batch; return the results of the step, on all ranks of the replica."""
@@ -356,7 +357,7 @@ class StepRunner:
             return replace(received, output=own)
         return replace(received, output=move_data_to_device(received.output, stage_module.device))
 
-    def _of_batch(self, calls: Sequence[LogCall], share: float) -> Sequence[LogCall]:
+    def _of_batch(self, calls: Sequence[LogCall], share: Share) -> Sequence[LogCall]:
         """Combine what the replicas that have parts of a batch log: all get that of the batch.
 
         Else each would decide by values of its own about the rate, the best checkpoint, the end.
@@ -364,9 +365,10 @@ class StepRunner:
         grid, groups = self._open.stage_module.grid, self._open.stage_module.groups
         if grid.replicas_per_batch == 1:
             return calls
-        of_ranks = all_gather((grid.rank, share, calls), groups.data)
+        of_ranks = all_gather((grid.rank, share.samples, calls), groups.data)
         parts = [part for part in of_ranks if part[0] in grid.same_batch_ranks and part[1]]
-        return of_batch(calls, [(part, share) for _, share, part in parts], self._sums_again)
+        counted = [(of_part, samples) for _, samples, of_part in parts]
+        return of_batch(calls, counted, share.size, self._sums_again)
 
     @property
     def _sums_again(self) -> int:
@@ -374,7 +376,7 @@ class StepRunner:
         strategy: Any = self._trainer.strategy
         return self._open.stage_module.grid.replicas_per_batch if strategy.is_distributed else 1
 
-    def _applied(self, result: StepResult, share: float) -> Any:
+    def _applied(self, result: StepResult, share: Share) -> Any:
         """Apply the results of the step on this rank; return its output."""
         run = self._open
         if not run.stage_module.runs_last_stage:

@@ -105,6 +105,72 @@ class HasAMemoryOfAllLayers(Layered):
         return self.head(x + memory.mean(1))
 
 
+class WritesToATuple(Layer):
+    def forward(self, given: Any) -> Tensor:
+        x, others = given
+        memory = others["memory"]
+        x = self.linear(x).tanh()
+        with torch.no_grad():
+            memory[:, self.number] += x + 1
+        return x
+
+
+@entry(equal=True)
+class HasAMemoryInADict(Layered):
+    layer = WritesToATuple
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        memory = torch.zeros(len(x), 4, 8, dtype=x.dtype)
+        for layer in self.model:
+            x = layer((x, {"memory": memory}))
+        return self.head(x + memory.mean(1))
+
+
+class AddsToABuffer(Layer):
+    def forward(self, x: Tensor, count: Tensor) -> Tensor:
+        count.add_(1)
+        return super().forward(x)
+
+
+@entry(equal=True)
+class GivesLayersABuffer(Layered):
+    layer = AddsToABuffer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        self.count.zero_()
+        x = self.stem(x)
+        for layer in self.model:
+            x = layer(x, self.count)
+        return self.head(x * self.count)
+
+
+class ChangesAParameter(Layer):
+    def forward(self, x: Tensor, average: Tensor) -> Tensor:
+        with torch.no_grad():
+            average.lerp_(x.mean(0), 0.1)
+        return super().forward(x)
+
+
+@entry()
+class GivesLayersAParameter(Layered):
+    layer = ChangesAParameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for layer in self.model:
+            x = layer(x, self.average)
+        return self.head(x + self.average)
+
+
 class StoresItsOutput(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.output = self.linear(x.relu_())
@@ -235,3 +301,32 @@ class RecomputesReentrantly(Layered):
         for layer in self.model:
             x = checkpoint(layer, x, use_reentrant=True)
         return self.head(x)
+
+
+@entry(equal=True)
+class RecomputesAStemThatGetsNoGradient(Layered):
+    """A reentrant checkpoint of tensors without gradients gives none to its parameters."""
+
+    layer = Layer
+
+    def forward(self, x: Tensor) -> Any:
+        x = checkpoint(self.stem, x, use_reentrant=True)
+        for layer in self.model:
+            x = layer(x)
+        return self.head(x)
+
+
+@entry(equal=True)
+class CountsInPlaceBeforeItsLayers(Layered):
+    layer = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count += 1
+        x = self.stem(x)
+        for layer in self.model:
+            x = layer(x) * (1 + 0.1 * self.count)
+        return F.mse_loss(self.head(x), y)

@@ -396,13 +396,24 @@ def test_replicas_that_have_parts_of_a_batch_log_that_of_the_batch(by: Any, expe
         tensor = torch.tensor(value, dtype=torch.float64)
         return [LogCall(n, tensor, {**options, "batch_size": size}) for n in ("name", other)]
 
-    parts = [(calls(1.0, 1), 0.5), (calls(3.0, 3, "another"), 1.5)]
-    first, second = of_batch(parts[0][0], parts, 1)
+    parts = [(calls(1.0, 1), 0.5), (calls(3.0, 3, "another")[::-1], 1.5)]
+    first, second = of_batch(parts[0][0], parts, (1, 4), 1)
     assert first.value == expected
     assert first.value.dtype == torch.float64
     assert first.options["batch_size"] == 4
-    assert (second.value, second.options["batch_size"]) == (1.0, 1)
-    (summed, _) = of_batch(
-        [c._replace(options={**c.options, "sync_dist": True}) for c in parts[0][0]], parts, 2
-    )
+    assert (second.value, second.options["batch_size"]) == (1.0, 4)
+    synchronized = [c._replace(options={**c.options, "sync_dist": True}) for c in parts[0][0]]
+    (summed, _) = of_batch(synchronized, parts, (1, 4), 2)
     assert summed.value == expected / (2 if by in (sum, "sum") else 1)
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [((2, 3), 5), ((1, 1), 1), ((40, 70), 110)])
+def test_the_size_of_a_batch_is_its_samples_or_a_constant(
+    sizes: tuple[int, int], expected: int
+) -> None:
+    options = {"metric_attribute": None, "reduce_fx": "mean", "sync_dist": False}
+    parts = [
+        ([LogCall("name", torch.ones(()), {**options, "batch_size": size})], 1.0) for size in sizes
+    ]
+    (call,) = of_batch(parts[0][0], parts, (2, 5), 1)
+    assert call.options["batch_size"] == expected
