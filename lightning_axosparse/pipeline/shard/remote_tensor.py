@@ -11,7 +11,8 @@ a sum over ``optimizer.param_groups`` equals a sum over ``module.parameters()``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_axosparse.support.torch_internals import (
+    TorchDispatchMode,
+    is_random,
     parse_conversion,
     plain_torch_functions,
     storage_id,
@@ -91,8 +94,10 @@ class RemoteTensor(Tensor):
         remotes: Sequence[RemoteTensor],
     ) -> Any:
         """Call a function on ``remotes``; raise an error if it needs their values."""
+        device = remotes[0].local_device
+        draws = _RealDraws(device) if _may_draw(func) else nullcontext()
         try:
-            with plain_torch_functions():
+            with plain_torch_functions(), draws:
                 result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
             raise RuntimeError(_MESSAGE.format(name=remotes[0].origin)) from error
@@ -153,6 +158,41 @@ class RemoteTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(_MESSAGE.format(name=self.origin))
+
+
+class _RealDraws(TorchDispatchMode):
+    """Lets functions of meta tensors draw the random numbers that those of real ones draw.
+
+    Else a hook that adds noise to all parameters would give each rank other numbers for its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if is_random(func):
+            given = tree_map_only(Tensor, self._zeros, (args, kwargs))
+            func(*given[0], **given[1])
+        return func(*args, **kwargs)
+
+    def _zeros(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor.clone()
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
+
+
+@cache
+def _may_draw(func: Callable[..., Any]) -> bool:
+    """Whether a function may draw random numbers: one of torch's operators, or of several."""
+    name = getattr(func, "__name__", "")
+    operator = getattr(torch.ops.aten, name, None)
+    if operator is None:
+        return name.endswith("_") and not name.endswith("__")
+    return any(is_random(getattr(operator, overload)) for overload in operator.overloads())
 
 
 _MESSAGE = (

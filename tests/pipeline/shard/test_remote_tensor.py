@@ -10,6 +10,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import swa_utils
 
 from lightning_axosparse.pipeline.shard.remote_tensor import LocalSteps, RemoteTensor
@@ -164,3 +165,25 @@ def test_an_optimizer_that_needs_gradients_twice_a_step_is_refused() -> None:
     steps.remove()
     assert optimizer.step(closure) == 1
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        nn.init.kaiming_uniform_,
+        nn.init.xavier_normal_,
+        torch.randn_like,
+        lambda x: x.data.uniform_(),
+        lambda x: x.add_(torch.randn_like(x), alpha=0.1).exponential_(),
+        lambda x: torch.bernoulli(torch.ones_like(x) * 0.5),
+        lambda x: F.dropout(x, 0.3),
+    ],
+)
+def test_random_numbers_are_drawn_as_for_a_tensor_with_values(draw: Any) -> None:
+    states = []
+    for tensor in (torch.zeros(6, 8), remote(6, 8)):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            draw(tensor)
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
