@@ -109,6 +109,8 @@ class SparseWeight(Tensor):
         kwargs = kwargs or {}
         source = args[0] if args else None
         if isinstance(source, SparseWeight):
+            if func.overloadpacket is torch.ops.aten.to:  # In inference mode it arrives as it is.
+                return func.decompose(*args, **kwargs)
             # Casts in backward pass the layout, too.
             if func is _to_copy and kwargs.get("layout", torch.strided) is torch.strided:
                 options = {key: value for key, value in kwargs.items() if key != "layout"}

@@ -254,3 +254,11 @@ def test_rows_of_fewer_than_64_entries_run_dense():
         (leaf,) = module.parameters()
         found.append(leaf.grad if module is sparse else leaf.grad[mask])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+def test_a_stack_is_multiplied_under_autocast_in_inference_mode():
+    sparse, dense, _ = stacks(dtype=torch.float32)
+    x = torch.randn(EXPERTS, TOKENS, ROWS)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        found, expected = (torch.bmm(x, each.weight) for each in (sparse, dense))
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
