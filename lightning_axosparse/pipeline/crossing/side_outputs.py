@@ -155,8 +155,10 @@ class SideOutputs:
     """The tensors in the running layer's arguments, with version or copy, and node of autograd."""
     _given: Sequence[Any] = field(init=False, default=())
     """All arguments of the running layer, in a probe."""
-    _young: Sequence[Tensor] = field(init=False, default=())
+    _young: Sequence[Tensor] | None = field(init=False, default=None)
     """The tensors that have been made shortly before it, in a probe."""
+    _searched: set[type] = field(init=False, default_factory=set)
+    """The classes of layers of which one has been searched for stray tensors."""
     _hooks: list[tuple[dict[int, Any], int, Any]] = field(init=False, default_factory=list)
     _stored: set[int] = field(init=False, default_factory=set)
     """The ids of the tensors in the side outputs of the running layer."""
@@ -206,7 +208,9 @@ class SideOutputs:
                     self._arguments.append((leaf, state, leaf.requires_grad and leaf.grad_fn))
         self._before = self.layers[index].attributes()
         self._stored.clear()
-        if self.run.reads is not None:
+        kind = type(self.layers[index].modules[""])
+        if self.run.reads is not None and kind not in self._searched:  # It takes 0.1 seconds.
+            self._searched.add(kind)
             self._given, self._young = arguments, young_tensors()
 
     @never_compiled
@@ -243,17 +247,19 @@ class SideOutputs:
                 )
                 self._record(SideOutput(place, now.value, is_output=is_output))
                 self._set_apart(module, name, now.value)
-        if self.run.reads is not None:
-            self._warn_of_stray_tensors(layer, output)
+        if self._young is not None:
+            self._warn_of_stray_tensors(layer, output, self._young)
         if not self._stored:
             return output
         return tuple(map(self._apart, output)) if type(output) is tuple else self._apart(output)
 
-    def _warn_of_stray_tensors(self, layer: WatchedLayer, output: Any) -> None:
+    def _warn_of_stray_tensors(
+        self, layer: WatchedLayer, output: Any, young: Sequence[Tensor]
+    ) -> None:
         known = self._stored | {
-            id(each) for each in (*self._young, *reachable_objects((output, self._given)))
+            id(each) for each in (*young, *reachable_objects((output, self._given)))
         }
-        self._given = self._young = ()
+        self._given, self._young = (), None
         if has_stray_tensor(known, layer.modules.values()):
             warnings.warn(
                 f"Layer {layer.name!r} stores a tensor outside its modules, its output and what it "
