@@ -189,9 +189,11 @@ class _RealDraws(TorchDispatchMode):
 def _may_draw(func: Callable[..., Any]) -> bool:
     """Whether a function may draw random numbers: one of torch's operators, or of several."""
     name = getattr(func, "__name__", "")
+    if name.endswith("__"):
+        return False
     operator = getattr(torch.ops.aten, name, None)
     if operator is None:
-        return name.endswith("_") and not name.endswith("__")
+        return name.endswith("_")
     return any(is_random(getattr(operator, overload)) for overload in operator.overloads())
 
 
