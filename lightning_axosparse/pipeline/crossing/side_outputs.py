@@ -97,9 +97,7 @@ class WatchedLayer:
         """Return the state of each attribute that is a tensor, a list or a dict."""
         # Called twice for each micro-batch and layer, so names are listed only if some are new: a
         # new one is the last in its dict.
-        last_names: list[tuple[int, str | None]] = []
-        for names in self._namespaces:  # No comprehension, which would be one more call.
-            last_names.append((len(names), next(reversed(names), None)))
+        last_names = [(len(names), next(reversed(names), None)) for names in self._namespaces]
         if last_names != self._last_names:
             self._last_names, self._names = last_names, list(self._list_names())
         states: dict[tuple[str, str], _AttributeState] = {}
@@ -198,12 +196,9 @@ class SideOutputs:
         self._layer = index
         self._arguments = []
         for each in arguments:
-            if isinstance(each, Tensor):
-                # One that was made in inference mode has no version.
-                state = each.clone() if each.is_inference() else version_of(each)
-                self._arguments.append((each, state, each.requires_grad and each.grad_fn))
-            elif each is not None and type(each) in _CONTAINERS:
-                for leaf in object_leaves(each, Tensor):
+            for leaf in object_leaves(each, Tensor) if type(each) in _CONTAINERS else (each,):
+                if isinstance(leaf, Tensor):
+                    # One that was made in inference mode has no version.
                     state = leaf.clone() if leaf.is_inference() else version_of(leaf)
                     self._arguments.append((leaf, state, leaf.requires_grad and leaf.grad_fn))
         self._before = self.layers[index].attributes()
