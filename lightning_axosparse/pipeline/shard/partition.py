@@ -301,7 +301,7 @@ def _layers_at(module: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     submodule = dict(module.named_modules()).get(path)
     if submodule is None or not path:
         raise MisconfigurationException(_no_container(module, path, "nothing") + see("layers"))
-    if isinstance(submodule, (nn.Sequential, nn.ModuleList)):
+    if isinstance(submodule, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return list(_layers_in(path, submodule))
     return [(path, submodule)]
 
@@ -368,7 +368,11 @@ def _children_with_parameters(module: nn.Module, path: str = "") -> list[str]:
     if len(children) == 1:
         only, child = children[0]
         return _children_with_parameters(child, f"{only}.")
-    return [name for name, _ in children]
+    parts = (
+        _layers_in(name, child) if isinstance(child, nn.ModuleDict) else [(name, child)]
+        for name, child in children  # A dict cannot be called.
+    )
+    return [name for each in parts for name, _ in each]
 
 
 def _ambiguous(module: nn.Module, candidates: dict[str, nn.Module], stages: int) -> str:

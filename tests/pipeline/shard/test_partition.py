@@ -219,6 +219,16 @@ def test_lists_in_a_list_hold_layers_and_nothing_is_none() -> None:
     assert list(find_layers(Model(one=one), None, 2)) == ["one.0.0", "one.0.1"]
 
 
+def test_the_layers_of_a_dict_that_is_named() -> None:
+    first, second = linears(2)
+    model = Model(layers=nn.ModuleDict({"up": first, "down": second}), head=nn.Linear(4, 4))
+    found = find_layers(model, ["layers", "head"], 3)
+    assert list(found) == ["layers.up", "layers.down", "head"]
+    with pytest.raises(MisconfigurationException, match="there is nothing to partition") as error:
+        find_layers(model, None, 2, lambda module, names: list(names))
+    assert "pipeline=['layers.up', 'layers.down', 'head']" in str(error.value)
+
+
 def test_containers_and_modules_in_order() -> None:
     body, head = nn.Sequential(*linears(3)), nn.ModuleList(linears(2))
     model = Model(head=head, stem=nn.Linear(4, 4), body=body)
