@@ -288,8 +288,8 @@ class PipelinedLayers:
             self._computed = None
         if output is None:
             raise MisconfigurationException(
-                f"Layer {self.names[index]!r} returns None. What it changes instead, on other ranks"
-                " and behind the layers nothing sees: let it return the result."
+                f"Layer {self.names[index]!r} returns None. Other ranks, and code behind the layers"
+                ", do not see what it changes instead: let it return the result."
                 + see("values-between-layers")
             )
         if given:
@@ -303,9 +303,9 @@ class PipelinedLayers:
         """Refuse an action if a layer is being computed, whose effects do not count."""
         if self._computed is not None:
             raise MisconfigurationException(
-                f"Layer {self._computed!r} {action}. Layers compute micro-batches, on several "
-                "ranks; what is logged and measured counts behind them, once a batch, on one. Let "
-                "the layer return the value or set it as an attribute, and do it there."
+                f"Layer {self._computed!r} {action}. Layers run for each micro-batch, on the ranks "
+                "of their stages, where logs and metrics do not count. Let the layer return the "
+                "value or set it as an attribute, and do that behind the layers."
                 + see("values-between-layers")
             )
 

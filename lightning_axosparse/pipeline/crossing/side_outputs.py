@@ -31,14 +31,13 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     MODULE_ATTRIBUTES,
     PLAIN,
     Placeholder,
-    reachable_objects,
     sendable,
     values_in,
     with_tensors,
 )
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
-from lightning_axosparse.pipeline.crossing.stray_tensors import has_stray_tensor, young_tensors
+from lightning_axosparse.pipeline.crossing.stray_tensors import StraySearch
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
@@ -151,12 +150,8 @@ class SideOutputs:
     """The attributes of the running layer before its forward pass."""
     _arguments: list[tuple[Tensor, int | Tensor, Any]] = field(init=False, default_factory=list)
     """The tensors in the running layer's arguments, with version or copy, and node of autograd."""
-    _given: Sequence[Any] = field(init=False, default=())
-    """All arguments of the running layer, in a probe."""
-    _young: Sequence[Tensor] | None = field(init=False, default=None)
-    """The tensors that have been made shortly before it, in a probe."""
-    _searched: set[type] = field(init=False, default_factory=set)
-    """The classes of layers of which one has been searched for stray tensors."""
+    _stray: StraySearch | None = field(init=False, default=None)
+    """Searches layers in a probe."""
     _hooks: list[tuple[dict[int, Any], int, Any]] = field(init=False, default_factory=list)
     _stored: set[int] = field(init=False, default_factory=set)
     """The ids of the tensors in the side outputs of the running layer."""
@@ -166,6 +161,8 @@ class SideOutputs:
     def watch(self, own: range) -> None:
         """Watch the hooks and attributes of the stage's layers from now on."""
         self._own = own
+        if self.run.reads is not None:
+            self._stray = StraySearch()
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             warnings.warn(
                 "Forward hooks of all modules (register_module_forward_hook) cannot be followed "
@@ -203,10 +200,8 @@ class SideOutputs:
                     self._arguments.append((leaf, state, leaf.requires_grad and leaf.grad_fn))
         self._before = self.layers[index].attributes()
         self._stored.clear()
-        kind = type(self.layers[index].modules[""])
-        if self.run.reads is not None and kind not in self._searched:  # It takes 0.1 seconds.
-            self._searched.add(kind)
-            self._given, self._young = arguments, young_tensors()
+        if self._stray is not None:
+            self._stray.begin(self.layers[index].modules[""], arguments)
 
     @never_compiled
     def end_layer(self, index: int, output: Any) -> Any:
@@ -242,20 +237,14 @@ class SideOutputs:
                 )
                 self._record(SideOutput(place, now.value, is_output=is_output))
                 self._set_apart(module, name, now.value)
-        if self._young is not None:
-            self._warn_of_stray_tensors(layer, output, self._young)
+        if self._stray is not None:
+            self._warn_of_stray_tensors(self._stray, layer, output)
         if not self._stored:
             return output
         return tuple(map(self._apart, output)) if type(output) is tuple else self._apart(output)
 
-    def _warn_of_stray_tensors(
-        self, layer: WatchedLayer, output: Any, young: Sequence[Tensor]
-    ) -> None:
-        known = self._stored | {
-            id(each) for each in (*young, *reachable_objects((output, self._given)))
-        }
-        self._given, self._young = (), None
-        if has_stray_tensor(known, layer.modules.values()):
+    def _warn_of_stray_tensors(self, stray: StraySearch, layer: WatchedLayer, output: Any) -> None:
+        if stray.finds_one(layer.modules[""], output, self._stored):
             warnings.warn(
                 f"Layer {layer.name!r} stores a tensor outside its modules, its output and what it "
                 "is given: in another module, a class or a global variable. Code behind the layers"

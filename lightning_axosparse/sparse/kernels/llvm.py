@@ -10,8 +10,8 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 FLOAT = ir.FloatType()
-INDEX = ir.IntType(32)
-HALF = ir.IntType(16)
+INT32 = ir.IntType(32)
+INT16 = ir.IntType(16)
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
@@ -47,16 +47,24 @@ def pointer(context: Any, builder: Any, kind: Any, array: Any, offset: Any) -> A
     return builder.gep(array, [offset])
 
 
+def row_pointer(
+    context: Any, builder: Any, kind: Any, array: Any, offset: Any, row: int, stride: Any
+) -> Any:
+    """Return where a row of a block lies that begins at an offset of an array."""
+    there = builder.add(offset, builder.mul(stride, ir.Constant(stride.type, row)))
+    return pointer(context, builder, kind, array, there)
+
+
 def splat(builder: Any, number: Any, lanes: int) -> Any:
     """Return a vector whose lanes are all the same number."""
     undefined = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
-    single = builder.insert_element(undefined, number, ir.Constant(INDEX, 0))
+    single = builder.insert_element(undefined, number, ir.Constant(INT32, 0))
     return shuffle(builder, single, undefined, [0] * lanes)
 
 
 def shuffle(builder: Any, first: Any, second: Any, lanes: list[int]) -> Any:
     """Return some lanes of two vectors, those of the second counted after the first."""
-    mask = ir.Constant(ir.VectorType(INDEX, len(lanes)), lanes)
+    mask = ir.Constant(ir.VectorType(INT32, len(lanes)), lanes)
     return builder.shuffle_vector(first, second, mask)
 
 

@@ -173,11 +173,11 @@ def store_columns(_: Any, offsets: Any, entry: Any, first: Any, columns: Any, at
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offsets, entry, first, columns, at = args
-        kinds, wide = signature.args, ir.VectorType(llvm.INDEX, AT_ONCE)
+        kinds, wide = signature.args, ir.VectorType(llvm.INT32, AT_ONCE)
         loaded = llvm.load(
             builder, _bytes(AT_ONCE), llvm.pointer(context, builder, kinds[0], offsets, entry)
         )
-        start = llvm.splat(builder, builder.trunc(first, llvm.INDEX), AT_ONCE)
+        start = llvm.splat(builder, builder.trunc(first, llvm.INT32), AT_ONCE)
         places = builder.add(builder.zext(loaded, wide), start)
         llvm.store(builder, places, llvm.pointer(context, builder, kinds[3], columns, at))
         return context.get_dummy_value()
@@ -215,7 +215,7 @@ def add_products_from_memory(
             column = builder.load(llvm.pointer(context, builder, kinds[4], columns, there))
             place = builder.sext(column, at.type)
             number = builder.load(llvm.pointer(context, builder, kinds[3], inputs, place))
-            loaded = builder.insert_element(loaded, number, ir.Constant(llvm.INDEX, lane))
+            loaded = builder.insert_element(loaded, number, ir.Constant(llvm.INT32, lane))
         return llvm.fma(builder, factors, loaded, total)
 
     place = types.intp
@@ -241,13 +241,13 @@ def add_products_from_registers(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         total, segment, values, offsets, entry, number = args
-        kinds, integers = signature.args, ir.VectorType(llvm.INDEX, REGISTER)
+        kinds, integers = signature.args, ir.VectorType(llvm.INT32, REGISTER)
         pointer = llvm.pointer(context, builder, kinds[3], offsets, entry)
         places = builder.zext(llvm.load(builder, _bytes(REGISTER), pointer), integers)
         inputs = _permute(builder, segment, places)
         pointer = llvm.pointer(context, builder, kinds[2], values, entry)
         factors = llvm.load(builder, total.type, pointer)
-        chosen = _first(builder, builder.trunc(number, llvm.INDEX), REGISTER)
+        chosen = _first(builder, builder.trunc(number, llvm.INT32), REGISTER)
         return builder.select(chosen, llvm.fma(builder, factors, inputs, total), total)
 
     place = types.intp

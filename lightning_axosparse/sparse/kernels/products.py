@@ -10,8 +10,8 @@ Sums run over columns in ascending order: a token's result depends neither on th
 nor on the number of threads.
 
 Where the processor multiplies bfloat16, arrays may be of that dtype, too. An instruction adds the
-products of two values to each lane, in float32. As each value of ``spmm`` changes another sum, it
-has no such pairs, and the weight is transposed for them (:func:`transpose_weight`).
+products of two values to each lane, in float32. ``spmm`` has no such pairs, as each value changes
+another sum: with many tokens, the weight is transposed (:func:`transpose_weight`) for ``spmm_t``.
 
 The functions take flat arrays, and check nothing. Arrays of bfloat16 have the dtype uint16; biases,
 outputs and the results of ``sddmm`` are float32. ``rows`` are those of the weight with which to
@@ -95,6 +95,7 @@ def _spmm_t(
     lanes, width = lanes_of(zero), weight.width
     token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
     values, offsets = pointer_to(weight.values), pointer_to(weight.offsets)
+    vectors = pointer_to(packed)
     entries = np.empty(ROWS, np.intp)
     _pack(inputs, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
@@ -111,11 +112,11 @@ def _spmm_t(
                 prefetch_entries(weight, ahead)
                 ahead += end - entry
                 total = load(zero, sums, row * lanes)
-                inside = pointer_to(packed), features
-                total = _add_products(total, values, offsets, (entry, end), inside)
+                place = vectors, features
+                total = _add_products(total, values, offsets, (entry, end), place)
                 store(total, sums, row * lanes)
-        place = token * weight.height + top
-        _transpose(sums, 0, lanes, number, group, outputs, place, weight.height)
+        to = token * weight.height + top
+        _transpose(sums, 0, lanes, number, group, outputs, to, weight.height)
     return int(group)
 
 
@@ -134,10 +135,10 @@ def _add_products(total: Any, values: Any, offsets: Any, entries: Any, features:
 
 @overload(_add_products, strict=False)
 def _add_products_of_dtype(total: Any, values: Any, *_: Any) -> Any:
-    return _in_float32 if values.dtype == types.float32 else _in_bfloat16
+    return _add_float32 if values.dtype == types.float32 else _add_bfloat16
 
 
-def _in_float32(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
+def _add_float32(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
     packed, first = features
     for k in range(entries[0], entries[1]):
         feature = load(total, packed, (first + item(offsets, k)) * lanes_of(total))
@@ -145,7 +146,7 @@ def _in_float32(total: Any, values: Any, offsets: Any, entries: Any, features: A
     return total
 
 
-def _in_bfloat16(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
+def _add_bfloat16(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
     (packed, first), (k, end) = features, entries
     while k + 2 <= end:
         a = (first + item(offsets, k)) * lanes_of(total)
@@ -170,7 +171,7 @@ def transpose_weight(weight: Weight, columns: Span, counts: Any, offsets: Any, v
         values: memory for as many values.
     """
     height, segments = weight.height, segments_of(weight)
-    deep = (height + SEGMENT - 1) // SEGMENT
+    pieces = (height + SEGMENT - 1) // SEGMENT
     starts = np.empty(height * segments, np.intp)
     total = 0
     for i in range(height * segments):
@@ -180,15 +181,15 @@ def transpose_weight(weight: Weight, columns: Span, counts: Any, offsets: Any, v
     total = 0
     for first in range(columns[0], columns[1], SEGMENT):
         segment, last = first // SEGMENT, min(first + SEGMENT, columns[1])
-        counts[first * deep : last * deep] = 0
+        counts[first * pieces : last * pieces] = 0
         for row in range(height):
             entry = item(starts, row * segments + segment)
             for k in range(entry, entry + nnz_in(weight, row, segment)):
                 column = first + np.intp(item(weight.offsets, k))
-                counts[column * deep + row // SEGMENT] += 1
+                counts[column * pieces + row // SEGMENT] += 1
         for column in range(first, last):
             places[column - first] = total
-            for i in range(column * deep, (column + 1) * deep):
+            for i in range(column * pieces, (column + 1) * pieces):
                 total += item(counts, i)
         for row in range(height):
             entry = item(starts, row * segments + segment)
@@ -277,7 +278,7 @@ def _sddmm(
     lanes, height, width = lanes_of(zero), weight.height, weight.width
     token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
     factors, offsets = packed[width * lanes :], pointer_to(weight.offsets)
-    products, features_of = pointer_to(weight.values), pointer_to(packed)
+    products, vectors = pointer_to(weight.values), pointer_to(packed)
     entries = np.empty(ROWS, np.intp)
     _pack(right, token * width, width, group, width, packed, lanes)
     for top in range(rows[0], rows[1], ROWS):
@@ -291,7 +292,7 @@ def _sddmm(
                 end = entry + nnz_in(weight, top + row, segment)
                 entries[row] = end
                 factor = load(zero, factors, row * lanes)
-                _add_dots(products, (entry, end), factor, features_of, (offsets, features))
+                _add_dots(products, (entry, end), factor, vectors, (offsets, features))
     return int(group)
 
 

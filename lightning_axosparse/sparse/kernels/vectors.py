@@ -40,7 +40,7 @@ class Vector(types.Type):
     @property
     def ir(self) -> ir.VectorType:
         """The type in LLVM."""
-        return ir.VectorType(llvm.FLOAT if self.dtype == types.float32 else llvm.HALF, self.lanes)
+        return ir.VectorType(llvm.FLOAT if self.dtype == types.float32 else llvm.INT16, self.lanes)
 
 
 @register_model(Vector)
@@ -215,7 +215,7 @@ def add_two_products(_: Any, total: Any, values: Any, k: Any, inputs: Any, place
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         total, values, k, inputs, places = args
         kinds, offsets = signature.args, cgutils.unpack_tuple(builder, places)
-        pair, part_type = ir.VectorType(llvm.HALF, len(offsets)), ir.VectorType(llvm.HALF, PAIRS)
+        pair, part_type = ir.VectorType(llvm.INT16, len(offsets)), ir.VectorType(llvm.INT16, PAIRS)
         factors = llvm.load(builder, pair, llvm.pointer(context, builder, kinds[1], values, k))
         lanes = [min(lane % 2, len(offsets)) for lane in range(PAIRS)]
         factors = llvm.shuffle(builder, factors, ir.Constant(pair, None), lanes)
@@ -250,10 +250,10 @@ def prefetch(_: Any, array: Any, offset: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = llvm.pointer(context, builder, signature.args[0], *args)
         byte = builder.bitcast(pointer, ir.IntType(8).as_pointer())
-        kind = ir.FunctionType(ir.VoidType(), [byte.type, llvm.INDEX, llvm.INDEX, llvm.INDEX])
+        kind = ir.FunctionType(ir.VoidType(), [byte.type, llvm.INT32, llvm.INT32, llvm.INT32])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         read, closest, data = 0, 3, 1
-        builder.call(function, [byte, *(ir.Constant(llvm.INDEX, n) for n in (read, closest, data))])
+        builder.call(function, [byte, *(ir.Constant(llvm.INT32, n) for n in (read, closest, data))])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate
@@ -265,7 +265,7 @@ def total_of(_: Any, vector: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.extract_element(
-            llvm.sums_of(builder, list(args)), ir.Constant(llvm.INDEX, 0)
+            llvm.sums_of(builder, list(args)), ir.Constant(llvm.INT32, 0)
         )
 
     return types.float32(vector), generate
@@ -288,16 +288,16 @@ def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, s
         source, at, stride, target, to, step = args
         vector = ir.VectorType(llvm.FLOAT, REGISTER)
 
-        def pointer(which: int, array: Any, offset: Any, row: int, stride: Any) -> Any:
-            there = builder.add(offset, builder.mul(stride, ir.Constant(stride.type, row)))
-            return llvm.pointer(context, builder, signature.args[which], array, there)
+        def row_of(which: int, array: Any, offset: Any, row: int, stride: Any) -> Any:
+            kind = signature.args[which]
+            return llvm.row_pointer(context, builder, kind, array, offset, row, stride)
 
         rows = [
-            llvm.load(builder, vector, pointer(0, source, at, row, stride))
+            llvm.load(builder, vector, row_of(0, source, at, row, stride))
             for row in range(REGISTER)
         ]
         for row, column in enumerate(llvm.transposed(builder, rows)):
-            llvm.store(builder, column, pointer(3, target, to, row, step))
+            llvm.store(builder, column, row_of(3, target, to, row, step))
         return context.get_dummy_value()
 
     place = types.intp
@@ -321,14 +321,14 @@ def interleave(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, 
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, at, stride, target, to, step = args
-        words, halves = ir.VectorType(llvm.INDEX, REGISTER), ir.VectorType(llvm.HALF, PAIRS)
+        words, halves = ir.VectorType(llvm.INT32, REGISTER), ir.VectorType(llvm.INT16, PAIRS)
 
-        def pointer(which: int, array: Any, offset: Any, row: int, stride: Any) -> Any:
-            there = builder.add(offset, builder.mul(stride, ir.Constant(stride.type, row)))
-            return llvm.pointer(context, builder, signature.args[which], array, there)
+        def row_of(which: int, array: Any, offset: Any, row: int, stride: Any) -> Any:
+            kind = signature.args[which]
+            return llvm.row_pointer(context, builder, kind, array, offset, row, stride)
 
         rows = [
-            llvm.load(builder, words, pointer(0, source, at, row, stride)) for row in range(PAIRS)
+            llvm.load(builder, words, row_of(0, source, at, row, stride)) for row in range(PAIRS)
         ]
         blocks = [
             llvm.transposed(builder, rows[:REGISTER]),
@@ -341,7 +341,7 @@ def interleave(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, 
                 for lane in range(PAIRS):
                     lanes[_place(lane)] = lane % REGISTER * 2 + odd + lane // REGISTER * PAIRS
                 column = llvm.shuffle(builder, upper, lower, lanes)
-                llvm.store(builder, column, pointer(3, target, to, 2 * row + odd, step), align=2)
+                llvm.store(builder, column, row_of(3, target, to, 2 * row + odd, step), align=2)
         return context.get_dummy_value()
 
     place = types.intp

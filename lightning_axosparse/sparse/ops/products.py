@@ -114,11 +114,11 @@ def load_loops() -> None:
         inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
         values = sddmm(inputs[:, :1], inputs, layout)
         spmm(spmm_t(inputs, values, layout), values, layout)
+    layout.densify(values)  # for products on panels, where the density is too high
     inputs = inputs.new_zeros(TOKENS_OF_A_TRANSPOSE, 64, dtype=torch.bfloat16)
-    if _in_bfloat16(inputs):
+    if _multiplied_as_bfloat16(inputs):
         values = sddmm(inputs[:, :1], inputs, layout)
         spmm(spmm_t(inputs, values, layout), values, layout)
-        layout.densify(values)  # for products on panels, where the density is too high
 
 
 def spmm_t(
@@ -168,7 +168,7 @@ def spmm(
         A tensor of shape ``(..., columns)``.
     """
     number = inputs.shape[:-1].numel()
-    if number >= TOKENS_OF_A_TRANSPOSE and _in_bfloat16(inputs):
+    if number >= TOKENS_OF_A_TRANSPOSE and _multiplied_as_bfloat16(inputs):
         return _transposed_spmm_t(inputs, values, layout, bias)
     weight = kernel_weight(layout, values)
     result = reusable_empty((*inputs.shape[:-1], weight.width))
@@ -192,17 +192,17 @@ def _transposed_spmm_t(
     inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None
 ) -> Tensor:
     """Compute :func:`spmm` as the :func:`spmm_t` of the transpose, which is made each time."""
-    weight = Weight(*layout.read_by_loops, _halves(values))
-    source, number = _halves(inputs), inputs.shape[:-1].numel()
+    weight = Weight(*layout.read_by_loops, _bits(values))
+    source, number = _bits(inputs), inputs.shape[:-1].numel()
     result = reusable_empty((*inputs.shape[:-1], weight.width))
     counts = np.empty(weight.width * -(-weight.height // SEGMENT), np.int16)
     shared = _bias(bias), _flat(result)
 
     def part(first: int, last: int) -> None:
-        offsets, halves = _memory_of_transpose(layout.nnz)
+        offsets, copied = _memory_of_transpose(layout.nnz)
         loops = kernel_module("products")
-        loops.transpose_weight(weight, (first, last), counts, offsets, halves)
-        transpose = Weight(counts, offsets, weight.width, weight.height, halves)
+        loops.transpose_weight(weight, (first, last), counts, offsets, copied)
+        transpose = Weight(counts, offsets, weight.width, weight.height, copied)
         memory = _packed(transpose, source.dtype)
         loops.spmm_t(source, number, transpose, (first, last), 0, *shared, *memory)
 
@@ -239,16 +239,17 @@ def kernel_weight(layout: SegmentLayout, values: Tensor) -> Weight:
     return Weight(*layout.read_by_loops, _flat(values))
 
 
-def _in_bfloat16(operand: Tensor) -> bool:
+def _multiplied_as_bfloat16(operand: Tensor) -> bool:
     return operand.dtype == torch.bfloat16 and kernel_module("llvm").HAS_BFLOAT16
 
 
 def _flat_for(operand: Tensor, tokens: int) -> Callable[[Tensor], Any]:
     """Return the function that gives the loops a product's operands, as flat arrays."""
-    return _halves if tokens > 1 and _in_bfloat16(operand) else _flat
+    return _bits if tokens > 1 and _multiplied_as_bfloat16(operand) else _flat
 
 
-def _halves(tensor: Tensor) -> Any:
+def _bits(tensor: Tensor) -> Any:
+    """Return the bits of a tensor of bfloat16, for which NumPy has no dtype."""
     return tensor.detach().contiguous().view(torch.uint16).numpy().ravel()
 
 

@@ -131,16 +131,9 @@ class PipelinedMetrics:
     def unchanged(self) -> Iterator[None]:
         """Restore metrics after the context, whose samples another replica counts."""
         metrics = [each for each in self._metrics() if isinstance(each, Metric)]
-        before = [
-            {
-                name: list(state) if isinstance(state, list) else state.clone()
-                for name, state in metric.metric_state.items()
-            }
-            for metric in metrics
-        ]
-        counts = [metric._update_count for metric in metrics]
+        before = [(each, each._copy_state_dict(), each._update_count) for each in metrics]
         yield
-        for metric, states, count in zip(metrics, before, counts, strict=True):
+        for metric, states, count in before:
             vars(metric).update(states, _update_count=count, _computed=None)
 
     def _metrics(self) -> Iterator[Any]:

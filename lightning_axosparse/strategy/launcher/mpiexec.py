@@ -124,7 +124,7 @@ def _copied_output(process: subprocess.Popen[bytes], outputs: Sequence[Output]) 
     """Copy the output of ranks from pipes until mpiexec has ended; yield several times a second."""
     with selectors.DefaultSelector() as selector:
         for pipe, output in zip((process.stdout, process.stderr), outputs, strict=True):
-            if pipe is not None and not pipe.closed:
+            if pipe is not None:
                 selector.register(pipe, selectors.EVENT_READ, output)
         while True:
             ready = selector.select(_POLL_SECONDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -53,13 +52,9 @@ class Share(NamedTuple):
         size: the numbers of samples of its part and of the batch.
     """
 
-    samples: float
-    loss: float
+    samples: float = 1.0
+    loss: float = 1.0
     size: tuple[int, int] = (0, 0)
-
-
-WHOLE = Share(1.0, 1.0)
-"""The share of a replica that has a batch of its own."""
 
 
 class BatchSplitter:
@@ -102,23 +97,17 @@ class BatchSplitter:
         """
         replicas, index = grid.replicas_per_batch, grid.part_of_batch
         if replicas == 1:
-            return batch, WHOLE
+            return batch, Share()
         layout, count = self._loader(origin).layout(batch, replicas)
         if not layout.dims:  # All train on it, and the values of one count.
-            return batch, Share(0.0 if index else float(replicas), 1.0)
-        edges = [count * replica // replicas for replica in range(replicas + 1)]
-        parts = [
-            MicroBatch(layout.cut(batch, lo, hi), hi - lo, lo)
-            for lo, hi in pairwise(edges)
-            if lo < hi
-        ]
+            return batch, Share(0.0 if index else float(replicas))
+        parts = split(batch, replicas, layout)
         weights = LossWeights(reduction or "mean", parts).of
-        first, end = edges[index : index + 2]
-        own = sum(part.begin < first for part in parts)
-        if first == end or not weights[own]:
+        if index >= len(parts) or not weights[index]:
             return parts[weights.index(max(weights))].batch, Share(0.0, 0.0)
-        shares = (end - first) * replicas / count, weights[own] * replicas
-        return parts[own].batch, Share(*shares, (end - first, count))
+        own = parts[index]
+        shares = own.size * replicas / count, weights[index] * replicas
+        return own.batch, Share(*shares, (own.size, count))
 
     def microbatches_of(
         self, batch: Any, origin: Source, groups: ProcessGroups

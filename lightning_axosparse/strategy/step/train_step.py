@@ -368,13 +368,9 @@ class StepRunner:
         of_ranks = all_gather((grid.rank, share.samples, calls), groups.data)
         parts = [part for part in of_ranks if part[0] in grid.same_batch_ranks and part[1]]
         counted = [(of_part, samples) for _, samples, of_part in parts]
-        return of_batch(calls, counted, share.size, self._sums_again)
-
-    @property
-    def _sums_again(self) -> int:
-        """How many of the replicas that have parts of a batch Lightning sums values over."""
-        strategy: Any = self._trainer.strategy
-        return self._open.stage_module.grid.replicas_per_batch if strategy.is_distributed else 1
+        strategy: Any = self._trainer.strategy  # Lightning adds up values of all replicas.
+        replicas = grid.replicas_per_batch if strategy.is_distributed else 1
+        return of_batch(calls, counted, share.size, replicas)
 
     def _applied(self, result: StepResult, share: Share) -> Any:
         """Apply the results of the step on this rank; return its output."""

@@ -18,7 +18,7 @@ from lightning_axosparse.sparse.ops import panels
 from lightning_axosparse.sparse.ops import products as sparse_products
 from lightning_axosparse.sparse.ops import products as threads_module
 from lightning_axosparse.sparse.ops.products import should_run
-from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
+from lightning_axosparse.sparse.store.formats import FORMATS, SegmentLayout, layout_of
 from tests.ranks import PATIENCE, warm_python
 from tests.sparse.masking import close, random_masks, sparse_and_dense
 
@@ -165,6 +165,20 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
     for loop in (one_token.one_token_spmm_t, one_token.one_token_spmm):
         assert len(loop.signatures) == 1
     assert len(products.transpose_weight.signatures) == dtypes - 1
+
+
+@pytest.mark.parametrize("has_bfloat16", [False, llvm.HAS_BFLOAT16])
+def test_loading_the_loops_loads_that_of_panels(has_bfloat16, monkeypatch):
+    monkeypatch.setattr(llvm, "HAS_BFLOAT16", has_bfloat16)
+    dtypes, densify = [], SegmentLayout.densify
+    monkeypatch.setattr(
+        SegmentLayout,
+        "densify",
+        lambda layout, values: dtypes.append(values.dtype) or densify(layout, values),
+    )
+    sparse_products.load_loops.cache_clear()
+    sparse_products.load_loops()
+    assert dtypes == [torch.float32]
 
 
 @pytest.fixture
