@@ -55,7 +55,7 @@ class Grid:
             raise MisconfigurationException(
                 f"g_inter={self.g_inter} stages per replica do not divide the world of "
                 f"{self.world_size} rank(s). Choose g_inter from {divisors(self.world_size)}, or "
-                "change `devices`." + see("grid")
+                f"pass Trainer(devices={max(self.g_inter, 1)}) or a multiple of it." + see("grid")
             )
         if self.g_tensor < 1 or self.world_size % self._ranks_per_replica:
             raise MisconfigurationException(

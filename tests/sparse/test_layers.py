@@ -344,6 +344,16 @@ def test_autocast_makes_no_float32_copy(name, made):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
+@pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast_in_evaluation(name, no_gradients):
+    module, inputs, masks = build(name)
+    sparse, dense = sparse_and_dense(module, masks)
+    sparse.eval()  # There is no dropout, and the dense encoder's fast path returns float32.
+    with no_gradients(), torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(sparse(inputs), dense(inputs))
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_the_fast_path_is_taken(padded, monkeypatch):
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)

@@ -68,7 +68,9 @@ def read_weight(values: Tensor, layout: Layout, form: DenseForm) -> Tensor:
         form: the weight's dtype and resident copy.
     """
     large = layout.shape.numel() >= MIN_ENTRIES and torch.is_grad_enabled()
-    overrides = (large or is_stack(layout.shape)) and not transformed()
+    # The fast path of ``nn.TransformerEncoderLayer`` would multiply without autocast's casts.
+    cast_to_16_bits = torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+    overrides = (large or is_stack(layout.shape) or cast_to_16_bits) and not transformed()
     return sparse_weight(values, layout, form, OverridingWeight if overrides else SparseWeight)
 
 
@@ -76,7 +78,8 @@ class OverridingWeight(SparseWeight):
     """A sparse weight for which ``REPLACEMENTS`` run.
 
     Weights are of this class only where that pays: large ones, and stacks of matrices. Without
-    gradients, matrices of ``nn.TransformerEncoderLayer`` would disable its fast path.
+    gradients, matrices of ``nn.TransformerEncoderLayer`` would disable its fast path, which only
+    autocast requires.
     """
 
     @classmethod
