@@ -215,6 +215,32 @@ def test_evaluation(name):
         torch.testing.assert_close(sparse(inputs), dense(inputs))
 
 
+CALLED = {
+    "input": [
+        (nn.Linear(8, 4), sequence),
+        (nn.Conv2d(4, 8, 3), image(2)),
+        (nn.Embedding(11, 8), tokens),
+    ],
+    "x": [(Conv1D(16, 8), sequence)],
+}
+
+
+@pytest.mark.parametrize("compute", ["sparse", "dense"])
+@pytest.mark.parametrize("argument", CALLED)
+def test_a_layer_is_called_by_keyword(argument, compute):
+    for layer, make_inputs in CALLED[argument]:
+        layer = copy.deepcopy(layer)
+        sparse, dense = sparse_and_dense(layer, random_masks(layer), compute)
+        inputs = make_inputs()
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients):
+                torch.testing.assert_close(sparse(**{argument: inputs}), dense(inputs))
+        with pytest.raises(TypeError, match="unexpected keyword argument 'rows'"):
+            sparse(rows=inputs)
+        with pytest.raises(TypeError, match="missing 1 required positional argument"):
+            sparse()
+
+
 @pytest.fixture
 def made(monkeypatch):
     """The dtype of all that was materialized, and the storage of what is not in scratch memory."""

@@ -7,6 +7,7 @@ dicts stay dense and keep their keys; pickles and deep copies work.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -278,8 +279,6 @@ def _new_class(dense_class: type[nn.Module], names: tuple[str, ...]) -> type[Spa
     body: dict[str, Any] = {name: property(_reader(name)) for name in names}
     if names == ("weight",) and (compute := _product_on_values(dense_class)) is not None:
         body["forward"] = _forward(dense_class, compute)
-    elif (lookup := embedding.layer_forward(dense_class, names)) is not None:
-        body["forward"] = lookup
     body["_dense_class"] = dense_class
     body["__module__"] = dense_class.__module__
     body["__doc__"] = f"{dense_class.__name__} with {', '.join(names)} stored sparse."
@@ -308,7 +307,9 @@ _Compute = Callable[[Any, Tensor, Tensor, Layout, DenseForm], Tensor | None]
 
 
 def _product_on_values(dense_class: type[nn.Module]) -> _Compute | None:
-    """Return the product of a layer on unpruned values; None for layers that read their weight."""
+    """Return what computes a layer on unpruned values; None for layers that read their weight."""
+    if dense_class.forward is nn.Embedding.forward:
+        return embedding.look_up_rows
     by_rows = linear.rows_are_outputs(dense_class)
     if by_rows is not None:
         return partial(linear.multiply_layer, by_rows)
@@ -317,18 +318,21 @@ def _product_on_values(dense_class: type[nn.Module]) -> _Compute | None:
 
 def _forward(dense_class: type[nn.Module], compute: _Compute) -> Callable[..., Tensor]:
     dense_forward: Callable[..., Tensor] = dense_class.forward
+    _, argument = inspect.signature(dense_forward).parameters
 
-    def forward(layer: Any, inputs: Tensor) -> Tensor:
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        inputs = args[0] if args else kwargs.get(argument)
         # A caller may hold the bound forward for longer than the weight is stored sparse, and
         # torch.func.functional_call may put a dense tensor in its place.
         stored, values = vars(layer).get("_stored", {}).get("weight"), layer._parameters["weight"]
         if not stored or type(values) not in _PLAIN or values.shape != (stored.layout.nnz,):
-            return dense_forward(layer, inputs)
-        if observed():  # A node of autograd would hide from the mode what is computed from what.
-            return dense_forward(layer, inputs)
+            return dense_forward(layer, *args, **kwargs)
+        # A node of autograd would hide from the mode what is computed from what.
+        if len(args) + len(kwargs) != 1 or observed():
+            return dense_forward(layer, *args, **kwargs)
         form = stored.form.for_values(values, layer.training)
         outputs = compute(layer, inputs, values, stored.layout, form)
-        return dense_forward(layer, inputs) if outputs is None else outputs
+        return dense_forward(layer, *args, **kwargs) if outputs is None else outputs
 
     return forward
 

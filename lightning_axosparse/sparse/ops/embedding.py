@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeGuard
 
@@ -12,12 +11,9 @@ from torch import Tensor, nn
 from lightning_axosparse.sparse.kernels import kernel_module
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout
-from lightning_axosparse.sparse.store.weight import SparseWeight
-from lightning_axosparse.support.torch_internals import (
-    backward_transformed,
-    observed,
-    transformed,
-)
+from lightning_axosparse.sparse.store.materialize import DenseForm
+from lightning_axosparse.sparse.store.weight import SparseWeight, sparse_weight
+from lightning_axosparse.support.torch_internals import backward_transformed, transformed
 
 
 def embedding(
@@ -86,33 +82,19 @@ class _Lookup(torch.autograd.Function):
         return None, SparseWeight(values, ctx.layout, geometry), None
 
 
-def layer_forward(
-    dense_class: type[nn.Module], names: tuple[str, ...]
-) -> Callable[..., Tensor] | None:
-    """Return the forward of layers that look up their rows without gradients, too.
+def look_up_rows(
+    layer: nn.Embedding, indices: Tensor, values: Tensor, layout: Layout, form: DenseForm
+) -> Tensor | None:
+    """Look up rows of an embedding's unpruned values without gradients; None if not possible.
 
     A weight that is read without gradients does not call :func:`embedding`
     (``torch_functions.OverridingWeight``), and would be dense as a whole for each token.
-
-    Args:
-        dense_class: the layer's class while it is dense.
-        names: its parameters that are stored sparse.
-
-    Returns:
-        The forward; None for other layers.
     """
-    if dense_class.forward is not nn.Embedding.forward or names != ("weight",):
+    if torch.is_grad_enabled() or transformed():
         return None
-
-    def forward(layer: Any, input: Tensor) -> Tensor:
-        if not (torch.is_grad_enabled() or transformed() or observed()):
-            options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
-            rows = embedding(input, layer.weight, layer.padding_idx, *options)
-            if isinstance(rows, Tensor):
-                return rows
-        return nn.Embedding.forward(layer, input)
-
-    return forward
+    options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
+    rows = embedding(indices, sparse_weight(values, layout, form), layer.padding_idx, *options)
+    return rows if isinstance(rows, Tensor) else None
 
 
 def has_row_index(layout: Layout) -> TypeGuard[SegmentLayout]:
