@@ -21,6 +21,7 @@ from typing_extensions import override
 from axosparse_commands.arguments import sweep_parser
 from lightning_axosparse.callbacks.report.facts import RunResult, too_short
 from lightning_axosparse.callbacks.report.tables import Section
+from lightning_axosparse.callbacks.ticket_callback import Period
 from lightning_axosparse.cli.job import Job, command, jobs_in
 
 if TYPE_CHECKING:
@@ -39,21 +40,25 @@ class Measure:
     format: str = "{:.3f}"
 
 
+def _megabytes(size: int | None) -> float | None:
+    return None if size is None else size / 1e6
+
+
 TEST_PERPLEXITY = Measure("test perplexity", lambda result: result.test_perplexity)
 CURVES = {
     "perplexity": TEST_PERPLEXITY,
     "memory": Measure(
         "model state of the largest rank (MB)",
-        lambda result: max(result.state_bytes[result.period]) / 1e6,
+        lambda result: _megabytes(result.largest_state_bytes),
         "{:.2f}",
     ),
     "all_reduce": Measure(
         "all-reduced per step (MB)",
-        lambda result: max(result.reduced_bytes[result.period]) / 1e6,
+        lambda result: _megabytes(result.largest_reduced_bytes),
         "{:.2f}",
     ),
     "step_time": Measure(
-        "step (ms)", lambda result: 1e3 * mean(result.step_seconds[result.period]), "{:.1f}"
+        "step (ms)", lambda result: result.step_milliseconds(result.period), "{:.1f}"
     ),
     "draw_step": Measure("ticket drawn after (steps)", lambda result: result.draw_step, "{:.0f}"),
 }
@@ -215,19 +220,19 @@ def _row(job: Job, keys: Sequence[str]) -> Row:
     result = job.result
     for name in _RESULT_COLUMNS:
         row[name] = None if result is None else getattr(result, name)
-    row["largest_state_bytes"] = result and max(result.state_bytes[result.period])
-    row["largest_reduced_bytes"] = result and max(result.reduced_bytes[result.period])
-    for period in ("dense", "sparse"):
-        seconds = [] if result is None else result.step_seconds.get(period, [])
-        row[f"{period}_step_ms"] = 1e3 * mean(seconds) if seconds else None
+    for period in _PERIODS:
+        row[f"{period}_step_ms"] = result and result.step_milliseconds(period)
     return {**row, "error": job.problem, "command": job.command}
 
+
+_PERIODS: tuple[Period, ...] = "dense", "sparse"
 
 _RESULT_COLUMNS = (
     *("stages", "replicas", "parameters", "tokens_per_parameter", "steps"),
     *("density", "draw_step"),
     *("validation_perplexity", "test_perplexity", "validation_loss", "test_loss"),
     *("validation_accuracy", "test_accuracy", "train_loss"),
+    *("largest_state_bytes", "largest_reduced_bytes"),
 )
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, get_args
 from zlib import crc32
 
@@ -82,15 +83,15 @@ class Work:
 class RankFacts:
     """One rank's position in the grid at the end of the run, and its measurements.
 
-    ``losses`` has the loss of each batch; ``tokens`` is the number of tokens of the batches that
-    the rank has trained on as first stage.
+    ``losses`` has the loss of each batch, None where a step returned none; ``tokens`` is the number
+    of tokens of the batches that the rank has trained on as first stage.
     """
 
     rank: int
     stage: int
     replica: int
     work: dict[Period, Work]
-    losses: list[float]
+    losses: list[float | None]
     tokens: float = 0
 
 
@@ -151,10 +152,11 @@ class RunFacts:
         return sum(rank.tokens for rank in self.ranks) / max(1, self.parameters)
 
     @property
-    def losses(self) -> list[float]:
-        """The training loss of each batch, the mean over the replicas."""
+    def losses(self) -> list[float | None]:
+        """The training loss of each batch: the mean over the replicas that have one."""
         firsts = [rank.losses for rank in self.ranks if rank.stage == 0]
-        return [sum(batch) / len(batch) for batch in zip(*firsts, strict=True)]
+        batches = [[x for x in batch if x is not None] for batch in zip(*firsts, strict=True)]
+        return [fmean(batch) if batch else None for batch in batches]
 
     @property
     def dense_validation(self) -> ValidationLoss | None:
@@ -222,8 +224,9 @@ def perplexity(loss: float) -> float:
 class RunResult:
     """The final numbers of a run, and its settings.
 
-    Losses are in nats per byte. ``train_loss`` is that of the last batch, averaged over replicas.
-    A number without data is None, such as the accuracy of a model that does not classify.
+    Losses are in nats per byte. ``train_loss`` is that of the last batch that has one, averaged
+    over replicas. A number without data is None, such as the accuracy of a model that does not
+    classify.
     ``state_bytes``, ``reduced_bytes`` and ``step_seconds`` have one number per rank.
     """
 
@@ -240,7 +243,6 @@ class RunResult:
     test_accuracy: float | None
     draw_step: int | None
     density: float
-    densities: Mapping[str, float]
     state_bytes: Mapping[Period, list[int]]
     reduced_bytes: Mapping[Period, list[int]]
     step_seconds: Mapping[Period, list[float]]
@@ -256,7 +258,7 @@ class RunResult:
             replicas=1 + max(rank.replica for rank in facts.ranks),
             parameters=facts.parameters,
             tokens_per_parameter=facts.tokens_per_parameter,
-            train_loss=facts.losses[-1] if facts.losses else None,
+            train_loss=next((loss for loss in facts.losses[::-1] if loss is not None), None),
             dense_validation_loss=None if dense is None else dense.loss,
             validation_loss=None if final is None else final.loss,
             test_loss=facts.test_loss,
@@ -264,7 +266,6 @@ class RunResult:
             test_accuracy=facts.test_accuracy,
             draw_step=None if draw is None else draw.step,
             density=1.0 if draw is None else draw.density,
-            densities={} if draw is None else {n: 1 - s for n, s in draw.sparsity.items()},
             state_bytes=_by_period(facts.ranks, lambda work: work.state_bytes),
             reduced_bytes=_by_period(facts.ranks, lambda work: work.reduced_bytes),
             step_seconds=_by_period(facts.ranks, lambda work: work.seconds / max(1, work.steps)),
@@ -276,6 +277,20 @@ class RunResult:
         """The last period of the training; "dense" if it had no batch."""
         ran = [period for period in get_args(Period) if period in self.state_bytes]
         return ran[-1] if ran else "dense"
+
+    @property
+    def largest_state_bytes(self) -> int | None:
+        """The model state of the largest rank in the last period; None without a batch."""
+        return max(self.state_bytes.get(self.period, ()), default=None)
+
+    @property
+    def largest_reduced_bytes(self) -> int | None:
+        """The all-reduced bytes of the rank with most in the last period; None without a batch."""
+        return max(self.reduced_bytes.get(self.period, ()), default=None)
+
+    def step_milliseconds(self, period: Period) -> float | None:
+        """Return the time of a step, averaged over ranks; None if the period had no batch."""
+        return 1e3 * fmean(self.step_seconds[period]) if period in self.step_seconds else None
 
     @property
     def validation_perplexity(self) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -142,7 +143,8 @@ def plots(facts: RunFacts, steps: Sequence[RecordedStep]) -> dict[str, Figure]:
     """Return the plots for which there is data, by name."""
     figures = {}
     figures["loss"], axes = _figure("Loss", "loss (nats)")
-    axes.plot(facts.steps, facts.losses, color="#9ecae9", linewidth=1, label="training")
+    losses = [math.nan if loss is None else loss for loss in facts.losses]
+    axes.plot(facts.steps, losses, color="#9ecae9", linewidth=1, label="training")
     axes.plot(
         [validation.step for validation in facts.validations],
         [validation.loss for validation in facts.validations],

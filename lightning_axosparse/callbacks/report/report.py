@@ -51,7 +51,7 @@ class _Measurements:
 
     work: dict[Period, Work] = field(default_factory=dict)
     recent: Work = field(default_factory=Work)
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     validations: list[ValidationLoss] = field(default_factory=list)
     tokens: float = 0
@@ -164,10 +164,12 @@ class TrainingReport(L.Callback):
             each.add(seconds, activities, getattr(trainer.strategy, "peak_in_flight", {}))
         work.in_flight = max(work.in_flight, getattr(trainer.strategy, "in_flight", 0))
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):  # A step may skip its batch.
+        if isinstance(loss, Tensor):
             # A tensor: to read its value, a GPU would have to end the step first.
             self._measured.losses.append(loss.detach() * trainer.accumulate_grad_batches)
-            self._measured.steps.append(trainer.global_step)
+        else:  # Batches may be skipped, by some replicas or all.
+            self._measured.losses.append(None)
+        self._measured.steps.append(trainer.global_step)
         grid = grid_of(trainer)
         if grid.stage == 0:
             self._measured.tokens += _tokens(batch) / grid.replicas_per_batch
@@ -203,7 +205,7 @@ class TrainingReport(L.Callback):
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         grid = grid_of(trainer)
         measured = self._measured
-        losses = [float(loss) for loss in measured.losses]
+        losses = [None if loss is None else float(loss) for loss in measured.losses]
         local = RankFacts(
             grid.rank, grid.stage, grid.replica, measured.work, losses, measured.tokens
         )

@@ -321,7 +321,7 @@ def _forward(dense_class: type[nn.Module], compute: _Compute) -> Callable[..., T
     _, argument = inspect.signature(dense_forward).parameters
 
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        inputs = args[0] if args else kwargs.get(argument)
+        inputs: Any = args[0] if args else kwargs.get(argument)
         # A caller may hold the bound forward for longer than the weight is stored sparse, and
         # torch.func.functional_call may put a dense tensor in its place.
         stored, values = vars(layer).get("_stored", {}).get("weight"), layer._parameters["weight"]

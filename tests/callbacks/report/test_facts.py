@@ -30,6 +30,14 @@ def test_loss_is_the_mean_over_replicas(facts):
     assert facts.losses == [4.0, 3.0]
 
 
+def test_replicas_may_skip_different_batches(facts):
+    skipping = {0: [5.0, None, 1.0, None], 1: [3.0, 2.0, None, None]}
+    for rank in facts.ranks:
+        rank.losses = skipping[rank.replica]
+    assert facts.losses == [4.0, 2.0, 1.0, None]
+    assert RunResult.of(facts, {}).train_loss == 1.0
+
+
 def test_json_has_accuracies_of_a_model_that_classifies(facts, tmp_path):
     facts.validations = [replace(v, accuracy=0.75) for v in facts.validations]
     facts.test_accuracy = 0.5
@@ -61,7 +69,6 @@ def test_the_final_numbers_of_a_run(facts):
     assert (result.dense_validation_loss, result.validation_loss, result.test_loss) == (2, 1, 1.5)
     assert result.test_perplexity == pytest.approx(math.exp(1.5))
     assert (result.draw_step, result.density) == (1, 0.2)
-    assert result.densities == pytest.approx({"model.0.weight": 0.25, "model.1.weight": 0.15})
     assert result.state_bytes == {"dense": [32_000_000] * 4, "sparse": [32_000_000] * 4}
     assert result.reduced_bytes == {"dense": [4_000_000] * 4, "sparse": [2_000_000] * 4}
     assert result.step_seconds == {"dense": [0.2] * 4, "sparse": [0.1] * 4}
@@ -72,8 +79,18 @@ def test_a_dense_run_keeps_all(facts):
     for rank in facts.ranks:
         del rank.work["sparse"]
     result = RunResult.of(replace(facts, draw=None, test_loss=None), {})
-    assert (result.period, result.density, result.densities) == ("dense", 1.0, {})
+    assert (result.period, result.density) == ("dense", 1.0)
     assert (result.draw_step, result.test_perplexity) == (None, None)
+
+
+def test_a_run_without_a_training_batch(facts):
+    for rank in facts.ranks:
+        rank.work.clear()
+        rank.losses = []
+    result = RunResult.of(replace(facts, draw=None, steps=[]), {})
+    assert (result.steps, result.train_loss, result.period) == (0, None, "dense")
+    assert (result.largest_state_bytes, result.largest_reduced_bytes) == (None, None)
+    assert result.step_milliseconds("dense") is None
 
 
 @pytest.mark.parametrize("loss", [1.5, math.inf, None])

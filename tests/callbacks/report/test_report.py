@@ -192,6 +192,40 @@ def test_plain_lightning_needs_no_ticket_and_no_grid(data, tmp_path):
     assert "<h1>Training report</h1>" in (tmp_path / "report.html").read_text()
 
 
+class Skipping(GPT):
+    """Returns no loss of the second batch, and of the third none on the second replica."""
+
+    def __init__(self, **shape):
+        super().__init__(**shape)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer, loss = self.optimizers(), super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        skips = batch_idx == 1 or (batch_idx == 2 and self.trainer.global_rank == 1)
+        return None if skips else loss
+
+
+def test_batches_that_replicas_skip(data, tmp_path):
+    report = TrainingReport(tmp_path)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=AxoSparseStrategy(),
+        max_steps=3,
+        limit_val_batches=0,
+        callbacks=report,
+        **QUIET,
+    )
+    trainer.fit(Skipping(width=16, depth=2, heads=2, context=16), datamodule=data)
+    first, second = (rank.losses for rank in report.facts.ranks)
+    assert (first[1], second[1:]) == (None, [None, None])
+    assert report.facts.losses == [(first[0] + second[0]) / 2, None, first[2]]
+    assert json.loads((tmp_path / "report.json").read_text())["losses"] == report.facts.losses
+
+
 class WithImages:
     """Takes images as loggers of Lightning such as Weights & Biases do."""
 

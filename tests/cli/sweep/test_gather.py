@@ -45,6 +45,17 @@ def test_the_table_has_the_numbers_of_the_runs(sweep):
     assert rows["ticket-0.9-0"]["error"] == "No <memory> | here"
 
 
+def test_a_job_without_a_training_batch(tmp_path):
+    nothing = {"state_bytes": {}, "reduced_bytes": {}, "step_seconds": {}, "train_loss": None}
+    write_job(tmp_path / "ticket-0", "ticket", 0.5, draw_step=None, **nothing)
+    write_job(tmp_path / "ticket-1", "ticket", 0.8)
+    gather(tmp_path)
+    with (tmp_path / "sweep.csv").open() as file:
+        rows = {row["job"]: row for row in csv.DictReader(file)}
+    found = [rows[name]["largest_state_bytes"] for name in ("ticket-0", "ticket-1")]
+    assert found == ["", "32000000"]
+
+
 def test_the_summary_has_means_and_spreads(sweep):
     folder, results, _ = sweep
     values = [results[f"ticket-0.8-{seed}"].test_perplexity for seed in (0, 1)]
