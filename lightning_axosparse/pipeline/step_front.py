@@ -144,7 +144,8 @@ class StepFront:
         is_same = is_alike and front.functions == self._functions
         if is_same and mixes:
             return {}
-        self._unlike = Rerun.SAMPLES if mixes or (is_alike and not is_same) else Rerun.MIXES
+        has_other_numbers = front.numbers != self._numbers
+        self._unlike = Rerun.MIXES if has_other_numbers and not mixes else Rerun.SAMPLES
         places = sorted(place for place in self._whole if isinstance(place, Place))
         computed_by = _functions(places, self._functions)
         if mixes or is_same or _functions(sorted(own), front.functions) != computed_by:

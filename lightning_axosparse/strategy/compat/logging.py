@@ -116,6 +116,7 @@ class StepLog:
 
     def _log_value(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a value, of which Lightning makes a copy."""
+        self._refuse_inside(f"logs {name!r}")
         is_scalar = isinstance(value, Tensor) and value.numel() == 1
         # Detached, it keeps the memory, but not the graph.
         self._logged.append((value.detach(), version_of(value)) if is_scalar else None)

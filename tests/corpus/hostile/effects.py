@@ -252,6 +252,11 @@ class LogsInLayers(Layered):
     layer = Logs
 
 
+@entry(strategy={"loss": "mean"})
+class LogsInLayersByParts(Layered):
+    layer = Logs
+
+
 class Measures(Layer):
     def __init__(self, owner: Module, number: int) -> None:
         super().__init__(owner, number)

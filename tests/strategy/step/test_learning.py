@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy
-from lightning_axosparse.pipeline.rerun import Rerun
+from lightning_axosparse.pipeline import step_front
+from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
 from lightning_axosparse.pipeline.step_end import StepEnd
 from lightning_axosparse.strategy.step.comparison import Comparison
 from lightning_axosparse.strategy.step.learning import LoaderSteps, StepLearner
@@ -551,6 +552,26 @@ def test_only_some_batches_run_undivided() -> None:
     assert max(module.sizes[:-1]) == 8, "that of a comparison"
     theirs = train(mse, "auto", samples=8 + 8 + 5, make=Pairs)
     torch.testing.assert_close(module.losses, theirs.losses, rtol=0, atol=1e-13)
+
+
+class Branching(Net):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if (x > -1.5).all():
+            x = 2 * x
+        return self.given(self, self.model(x), y)
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+def test_micro_batches_take_the_branch_of_the_batch(
+    loss: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = []
+    monkeypatch.setattr(step_front, "RunAgain", lambda why: (reasons.append(why), RunAgain(why))[1])
+    module = train(mse, pipeline(loss=loss), samples=64, make=Branching)
+    theirs = train(mse, "auto", samples=64, make=Branching)
+    torch.testing.assert_close(module.losses, theirs.losses, rtol=0, atol=1e-13)
+    assert set(reasons) == {Rerun.MIXES}
 
 
 @pytest.mark.parametrize("loss", ["whole", "mean"])
