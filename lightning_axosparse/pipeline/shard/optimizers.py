@@ -149,7 +149,7 @@ class OptimizerShards:
         """
         self.unshard(parameters)
         yield
-        for parameter, state in self._states(parameters or self._local_parameters()):
+        for parameter, state in self._states(parameters or self.local_parameters()):
             state.update(self.shard_state(parameter, state))
 
     def unshard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -157,14 +157,14 @@ class OptimizerShards:
 
         Divided gradients, with which the optimizer has already stepped, are dropped.
         """
-        parameters = self._local_parameters() if parameters is None else parameters
+        parameters = self.local_parameters() if parameters is None else parameters
         _drop_divided(parameters)
         for parameter, state in self._states(parameters):
             state.update(self.gather_state(parameter, state))
 
     def drop(self) -> None:
         """Drop the state."""
-        _drop_divided(self._local_parameters())
+        _drop_divided(self.local_parameters())
         self._optimizer.state.clear()
 
     def gather_state(self, parameter: Tensor, state: Mapping[str, Any]) -> State:
@@ -198,7 +198,7 @@ class OptimizerShards:
             if parameter in self._optimizer.state:
                 yield parameter, self._optimizer.state[parameter]
 
-    def _local_parameters(self) -> list[nn.Parameter]:
+    def local_parameters(self) -> list[nn.Parameter]:
         """Return the optimizer's parameters that this rank stores."""
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         return [each for each in parameters if not isinstance(each, RemoteTensor)]
@@ -266,7 +266,7 @@ class BucketwiseOptimizer:
                 started = following
             for finish in started:
                 finish()
-        self._await(list(self._parameters()))
+        self._await(self._shards.local_parameters())
         self._hide_gradients()
         return (optimizer,), kwargs
 
@@ -288,7 +288,7 @@ class BucketwiseOptimizer:
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
         """Yield each bucket once its gradients are reduced, those of the last layers first."""
-        trained = [p for p in self._parameters() if p.grad is not None][::-1]
+        trained = [p for p in self._shards.local_parameters() if p.grad is not None][::-1]
         # Grouped, so that ranks with other experts have the same buckets of all other parameters.
         for group in self._shards.group_by_replicas(trained):
             for parameters in bucketed(group, self._bucket):
@@ -296,12 +296,8 @@ class BucketwiseOptimizer:
                 # Only now it is known which gradients no rank has.
                 yield [parameter for parameter in parameters if parameter.grad is not None]
 
-    def _parameters(self) -> Iterator[nn.Parameter]:
-        for group in self._optimizer.param_groups:
-            yield from group["params"]
-
     def _hide_gradients(self) -> None:
-        for parameter in self._parameters():
+        for parameter in self._shards.local_parameters():
             if parameter.grad is not None:
                 self._gradients[parameter] = parameter.grad
                 parameter.grad = None
