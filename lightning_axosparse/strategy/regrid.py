@@ -24,6 +24,7 @@ from lightning_axosparse.pipeline.shard.sharding import ReshardedTensor, Shardin
 from lightning_axosparse.sparse.module.parameters import state_bytes
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.train_step import StepRunner
+from lightning_axosparse.strategy.validation import advise_on_parts_of_batches
 from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.torch_internals import tensors_in
 from lightning_axosparse.support.troubleshooting import see
@@ -254,6 +255,7 @@ class Regrid:
         self._runner.open(module)
         regridded = Regridded(old, new, epoch, time() - start, self._runner.microbatch_count)
         rank_zero_info(str(regridded))
+        advise_on_parts_of_batches(module.module, partition.layers, regridded.microbatches)
         if self._runner.reduction is None:
             rank_zero_warn(
                 "From now on each replica trains on a part of the batch, and its loss is weighted "

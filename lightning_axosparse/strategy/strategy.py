@@ -86,9 +86,9 @@ class AxoSparseStrategy(PipelineStrategy):
         regrid: continue, from the epoch after the ticket was drawn, with fewer stages and more
             replicas: with this number of stages, a divisor of ``g_inter``; with "auto", as few as
             memory allows. Batches and their order stay the same: each new replica trains on a part
-            of the batch. Gradients are weighted as ``loss`` says, with "whole" by samples; logged
-            values are those of the batch, if they are means over samples or ``reduce_fx`` says what
-            else they are.
+            of the batch, in micro-batches as large as before. Gradients are weighted as ``loss``
+            says, with "whole" by samples; logged values are those of the batch, if they are means
+            over samples or ``reduce_fx`` says what else they are.
         tensor_parallel: number of ranks that share the layers of a stage; or with a plan,
             ``TensorParallel(2, {"layers.*.up": ColwiseParallel(), ...})``, which names the weights
             that they share. The number of replicas is then ``world_size // (g_inter * ranks)``. A

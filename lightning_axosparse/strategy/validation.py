@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAve
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.optim import LBFGS, Optimizer
@@ -136,6 +136,26 @@ def advise_on_norms(partition: Partition, microbatches: int, trains: bool) -> No
                 f"micro-batch, and {more}: expect other losses than on one process. With "
                 "microbatches=1 they are those of the batch."
             )
+
+
+def advise_on_parts_of_batches(
+    module: nn.Module, layers: Sequence[nn.Module], microbatches: int
+) -> None:
+    """Warn of norms to which it matters that each replica has a part of the batch from now on."""
+    inside = {part for layer in layers for part in layer.modules()}
+    names = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+        if microbatches == 1 or part not in inside
+    ]
+    if names:
+        others = f", like {len(names) - 1} more," if len(names) > 1 else ""
+        rank_zero_warn(
+            f"From now on {names[0]!r}{others} normalizes by the statistics of a replica's part of "
+            "the batch, as with ddp: expect other losses than on one process, or leave regrid= "
+            "out." + see("grid")
+        )
 
 
 def advise_on_dropout(module: nn.Module) -> None:

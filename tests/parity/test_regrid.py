@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
@@ -25,11 +26,12 @@ from tests.parity.cases import (
     loader,
     mean_losses,
     trainer,
+    whole_state,
 )
 from tests.ranks import run_ranks
 
 EPOCHS, DRAW = 3, 1
-REPORTED = "2x1 -> 1x2"
+REPORTED, DIVIDED = "2x1 -> 1x2", "4x1 -> 2x2"
 OF_REPLICA = ("train_accuracy", "train_accuracy_step")
 """What a metric returns for a batch, which is no mean over its samples, is that of the replica."""
 LAST = f"epoch={EPOCHS - 1}.ckpt"
@@ -117,6 +119,35 @@ def train(
     }
 
 
+class Normed(Momentum):
+    """The same module with norms in its layers, whose micro-batches stay as large as they were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in (0, 2, 4):
+            linear = self.model[index]
+            self.model[index] = nn.Sequential(linear, nn.BatchNorm1d(linear.out_features))
+
+    def on_train_start(self) -> None:
+        pass
+
+
+def train_norms(regrid: int | None) -> dict[str, torch.Tensor]:
+    """The parameters after a training with norms, on four ranks."""
+    L.seed_everything(0, verbose=False)
+    run = trainer(
+        AxoSparseStrategy(g_inter=4, microbatches=4, regrid=regrid, loss="mean"),
+        4,
+        max_epochs=EPOCHS,
+        precision="64-true",
+        callbacks=[EarlyBirdTicket(0.6, every="1 epoch", draw_by=f"{DRAW} epochs")],
+    )
+    module = Normed().double()
+    run.fit(module, loader(1))
+    parameters = dict(module.named_parameters())
+    return {name: value for name, value in whole_state(run, module).items() if name in parameters}
+
+
 def without_metric(state: dict[str, Any]) -> dict[str, Any]:
     """A state without what the metric has seen, of which each replica has its part."""
     return {name: value for name, value in state.items() if not name.startswith("mean.")}
@@ -151,6 +182,10 @@ def train_rows(ranks: int, folder: Path) -> dict[Any, Any]:
         found[row, "resumed"] = train(
             row, folder / "on", strategy, ranks, folder / row / "moved" / LAST
         )
+    if ranks == 4:
+        strategy = AxoSparseStrategy(g_inter=4, microbatches=4, regrid=2, shard_optimizer=True)
+        found[DIVIDED, "divided"] = train(DIVIDED, folder / "divided", strategy, ranks)
+        found["norms"] = train_norms(None), train_norms(2)
     return found
 
 
@@ -190,6 +225,18 @@ def test_a_run_that_moves_equals_one_that_does_not(row: str, runs: Any, folder: 
             state["state_dict"] = without_metric(state["state_dict"])
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
             torch.testing.assert_close(moved[part], stayed[part], rtol=0, atol=1e-12)
+
+
+def test_divided_optimizer_state_moves(runs: Any) -> None:
+    for results in runs[4]:
+        own, divided = (results[DIVIDED, name]["record"] for name in ("moved", "divided"))
+        assert difference(own, divided) <= 1e-12
+
+
+def test_norms_have_the_statistics_of_micro_batches_as_large_as_before(runs: Any) -> None:
+    for results in runs[4]:
+        stayed, moved = results["norms"]
+        torch.testing.assert_close(moved, stayed, rtol=0, atol=1e-12)
 
 
 def test_the_report_tells_of_the_move(runs: Any, folder: Path) -> None:

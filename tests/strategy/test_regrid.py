@@ -20,6 +20,7 @@ from lightning_axosparse.strategy.regrid import (
     model_state_bytes,
     route,
 )
+from lightning_axosparse.strategy.validation import advise_on_parts_of_batches
 from tests.parity.cases import Net, loader, trainer
 from tests.ranks import run_ranks
 
@@ -114,6 +115,17 @@ def test_a_move_prints_both_grids_and_their_bubbles() -> None:
     assert "2 stages x 2 replicas instead of 4 x 1" in str(moved)
     assert "11.1% instead of 15.8%" in str(moved)
     assert Regridded(old, old.shortened(1), 4, 0.1, 16).bubbles[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "named"), [(4, "'behind' normalizes"), (1, "'layers.0', like 1 more,")]
+)
+def test_norms_that_get_a_part_of_the_batch_are_named(microbatches: int, named: str) -> None:
+    module = nn.Module()
+    module.layers = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+    module.behind = nn.BatchNorm1d(4)
+    with pytest.warns(UserWarning, match=f"From now on {named}"):
+        advise_on_parts_of_batches(module, list(module.layers), microbatches)
 
 
 class CountsStages(Net):

@@ -115,9 +115,10 @@ class BatchSplitter:
         """Split a training batch into the wanted number of micro-batches, if it is large enough.
 
         Other batches are split into equal micro-batches, about as many as wanted. Replicas that
-        share experts get equally many; collective over these.
+        share experts get equally many; collective over these. Replicas with parts of one batch
+        together get the wanted number, so that micro-batches are as large as before the regrid.
         """
-        wanted = self._microbatches
+        wanted = -(-self._microbatches // groups.grid.replicas_per_batch)
         if wanted == 1:
             return [MicroBatch(batch, samples(batch))]
         if self._split_batch is not None:
