@@ -82,6 +82,9 @@ class LossBackward(Protocol):
 class Effects(Protocol):
     """The effects of runs: logs, metrics, attributes (``strategy.step.effects.StepEffects``)."""
 
+    written: list[str]
+    """Names of the tensors outside the layers to which runs have written."""
+
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:
         """The modes that have to observe runs."""
@@ -188,7 +191,8 @@ class Batch:
             drawn = numbers.of(part.begin, part.begin + part.size, counts)
         value = part.batch if counts else copied_batch(part.batch)
         self.rng.begin_run()
-        with self.of_pass(stage), drawn, self.layers.running(run, modes), self.precision():
+        running = self.layers.running(run, modes, self.effects.written)
+        with self.of_pass(stage), drawn, running, self.precision():
             output = self.step(value, *self.args, **self.kwargs)
             self.layers.end_step(run, output, may_call_none=self.backward is None)
         return output

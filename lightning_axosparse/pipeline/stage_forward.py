@@ -151,16 +151,20 @@ class PipelinedLayers:
         self._buffers.clear()
 
     @contextmanager
-    def running(self, run: StepRun, modes: Sequence[Mode] = ()) -> Iterator[None]:
+    def running(
+        self, run: StepRun, modes: Sequence[Mode] = (), written: Sequence[str] = ()
+    ) -> Iterator[None]:
         """Run the step inside the context, and compute the layers of ``run.stage``.
 
         Args:
             run: the run.
             modes: modes that observe the step, but not the layers.
+            written: names of the tensors outside the layers to which ``modes`` see writes.
         """
         part, run.progress.stage = self.part(run.stage), run.stage
-        # The end of the step changes the module's own buffers.
-        values = DerivedValues(run, part, self._buffers if run.sent is not None else {}, self.names)
+        # The end of the step changes the module's own tensors.
+        changes = ({}, ()) if run.sent is None else (self._buffers, written)
+        values = DerivedValues(run, part, *changes, self.names)
         side_outputs = SideOutputs(run, self._watched, values)
         modes = [*modes, values] if values.follows else modes
         modes = modes if run.draws is None else [run.draws, *modes]

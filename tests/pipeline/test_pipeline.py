@@ -52,7 +52,7 @@ def pipeline(
 class NoEffects:
     """Steps do nothing but compute."""
 
-    modes = ()
+    modes = written = ()
 
     def discarded(self) -> Any:
         return nullcontext()

@@ -130,6 +130,16 @@ class Outcome(NamedTuple):
         """Whether it returns an argument, as ``contiguous`` may."""
         return bool(tensors_in(self.result))
 
+    @property
+    def makes_scalar(self) -> bool:
+        """Whether it returns a single number, such as a loss of values between layers.
+
+        Such a number is computed on the stage that reads it. So its arguments are sent, which have
+        rows of samples, and the end of the step computes it from those of the whole batch.
+        """
+        values = values_in(self.result)
+        return any(isinstance(each, TensorDescription) and not each.shape for each in values)
+
 
 def run_on_meta(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -131,6 +131,7 @@ class DerivedValues(PausableMode):
         run: the run of the step; in a probe, its ``reads`` records the values that the stage reads.
         part: indices of the stage's layers.
         buffers: names of the buffers that may not change between layers, by ``id``.
+        written: names of the tensors outside the layers to which operators have written.
         names: of all layers.
     """
 
@@ -139,6 +140,7 @@ class DerivedValues(PausableMode):
         run: StepRun,
         part: range,
         buffers: Mapping[int, str],
+        written: Sequence[str],
         names: Sequence[str],
     ) -> None:
         super().__init__()
@@ -146,7 +148,7 @@ class DerivedValues(PausableMode):
         self._progress, self._reads, self._last = run.progress, run.reads, part.stop - 1
         self._numbers = run.numbers
         self._received, self._forms = dict(received.values), dict(received.forms)
-        self._buffers, self._names = buffers, names
+        self._buffers, self._written, self._names = buffers, written, names
         self._sends = sent is not None
         self._sent_values: Any = () if sent is None else sent.values
         self._follows_stage = sent is not None and (
@@ -309,17 +311,20 @@ class DerivedValues(PausableMode):
         tensors = tensors_in((args, kwargs))
         # Running statistics change without a new version.
         buffers = [(each, each.clone()) for each in tensors if id(each) in self._buffers]
+        written = len(self._written)
         result = func(*args, **kwargs)
-        if func in READS and self._layer < len(self._names) - 1:
-            self._add_number(result)
-        for buffer, before in buffers:
-            if not torch.equal(buffer, before):
-                self._refuse(buffer)
+        changed = [self._buffers[id(each)] for each, old in buffers if not torch.equal(each, old)]
+        changed += self._written[written:]
+        if self._layer < len(self._names) - 1:
+            if changed:
+                self._refuse(changed[0])
+            if func in READS:
+                self._add_number(result)
         given = set(map(id, tensors))
         if result is None or any(id(tensor) in given for tensor in tensors_in(result)):
             self._is_changed = True
-        changed = _changed_argument(func, args)
-        self._record_result(result if changed is None else changed)
+        argument = _changed_argument(func, args)
+        self._record_result(result if argument is None else argument)
         return result
 
     def _before_stage(
@@ -335,7 +340,7 @@ class DerivedValues(PausableMode):
         outcome = run_on_meta(func, args, kwargs)
         if (
             outcome is None
-            or (counts and _makes_scalar(outcome))  # Hooks inside of layers are called again.
+            or (counts and outcome.makes_scalar)  # Hooks inside of layers are called again.
             or not self._copy_changes(outcome, _changed_argument(func, args))
         ):
             # It has to be computed again.
@@ -466,24 +471,13 @@ class DerivedValues(PausableMode):
             self._track(tensor, place, frozenset([place]), is_final=True)
         return tensor
 
-    def _refuse(self, buffer: Tensor) -> None:
+    def _refuse(self, name: str) -> None:
         raise MisconfigurationException(
-            f"{self._buffers[id(buffer)]!r} changes between layers "
-            f"{self._names[self._layer]!r} and {self._names[self._layer + 1]!r}, which only one "
-            "stage sees. Make its module a layer, too: AxoSparseStrategy(pipeline=[...]) takes "
-            "several containers and modules in the order in which they are called."
-            + see("values-between-layers")
+            f"{name!r} changes between layers {self._names[self._layer]!r} and "
+            f"{self._names[self._layer + 1]!r}, by values that only one stage sees. Make its "
+            "module a layer, too: AxoSparseStrategy(pipeline=[...]) takes several containers and "
+            "modules in the order in which they are called." + see("values-between-layers")
         )
-
-
-def _makes_scalar(outcome: Outcome) -> bool:
-    """Whether a function returns a single number, such as a loss of values between layers.
-
-    Such a number is computed on the stage that reads it. So its arguments are sent, which have rows
-    of samples, and the end of the step computes it from those of the whole batch.
-    """
-    values = values_in(outcome.result)
-    return any(isinstance(each, TensorDescription) and not each.shape for each in values)
 
 
 def _changed_argument(func: Callable[..., Any], args: tuple[Any, ...]) -> Tensor | None:

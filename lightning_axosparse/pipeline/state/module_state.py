@@ -182,6 +182,11 @@ class _Holder:
     memory: Any = None
     is_written: bool = False
 
+    @property
+    def full_name(self) -> str:
+        """The path of the attribute, such as ``mid.mean``."""
+        return ".".join(str(key) for _, key in (*self.path, (".", self.name)))
+
     def capture(self) -> None:
         """Copy the present content."""
         value = self.value
@@ -229,15 +234,16 @@ class _Holder:
 class _Writes(PausableOperatorMode):
     """Marks tensors to which operators write, and copies parameters before."""
 
-    def __init__(self, storages: Mapping[int, Sequence[_Holder]]) -> None:
+    def __init__(self, storages: Mapping[int, Sequence[_Holder]], written: list[str]) -> None:
         super().__init__()
-        self._storages = storages
+        self._storages, self._written = storages, written
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         for tensor in mutated_tensors(func, args, kwargs):
             if is_readable(tensor):
                 for each in self._storages.get(storage_id(tensor.untyped_storage()), ()):
                     each.is_written = True
+                    self._written.append(each.full_name)
                     if each.content is None:
                         each.content = content_of(each.value)
         return func(*args, **kwargs)
@@ -258,6 +264,8 @@ class ModuleState:
     Attributes:
         reached: ids of all objects that were visited.
         storages: the captured tensors, by the numbers of their storages.
+        written: names of the tensors to which operators have written since the last capture, each
+            as often as it was written to.
     """
 
     def __init__(
@@ -271,6 +279,7 @@ class ModuleState:
         own = {id(part) for root in self._roots.values() for part in root.modules()}
         self._without = {*without, *(id(part) for part in module.modules())} - (own - {*without})
         self._handles, self._hooks = -1, 0
+        self.written: list[str] = []
         self._count_hooks()
         self._capture_all()
 
@@ -287,7 +296,7 @@ class ModuleState:
 
     def writes(self) -> PausableOperatorMode:
         """Return the mode that has to be active while tensors are written to."""
-        return _Writes(self.storages)
+        return _Writes(self.storages, self.written)
 
     def note_write(self, path: AttributePath) -> None:
         """Note that the tensor at a path may have another value, with the same version."""
@@ -299,6 +308,7 @@ class ModuleState:
     def capture(self) -> None:
         """Replace the copy by one of the present state."""
         changed = self._changed()
+        self.written.clear()
         self._count_hooks()
         if any(isinstance(each.value, COLLECTIONS) for each in changed):
             self._capture_all()  # They may contain other objects now.

@@ -59,6 +59,61 @@ class NeedsAHookFromTheSecondBatchOn(Layers):
         return loss
 
 
+class CentersBetweenLayers(Layers):
+    """Subtracts a running mean, in which it changes in place what is not a plain buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Any = torch.zeros(12)
+
+    def follow(self, new: Tensor) -> Tensor:
+        return self.mean.lerp_(new, 0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        for number, layer in enumerate(self.model):
+            x = layer(x)
+            if number == 1:
+                x = x - self.follow(x.detach().mean(0))
+        return x
+
+
+@entry(strategy={"microbatches": 1})
+class CentersByAnAttribute(CentersBetweenLayers):
+    pass
+
+
+@entry(strategy={"microbatches": 1})
+class CentersByTheDataOfABuffer(CentersBetweenLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.mean
+        self.register_buffer("mean", torch.zeros(12))
+
+    def follow(self, new: Tensor) -> Tensor:
+        self.mean.data[:6].lerp_(new[:6], 0.3)
+        return self.mean
+
+
+@entry(strategy={"microbatches": 1})
+class CentersByAParameter(CentersBetweenLayers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(12), requires_grad=False)
+
+    def follow(self, new: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.mean.mul_(0.7).add_(new, alpha=0.3)
+
+
+@entry(strategy={"microbatches": 1})
+class CentersByAListOfTensors(CentersBetweenLayers):
+    def follow(self, new: Tensor) -> Tensor:
+        if not isinstance(self.mean, list):
+            self.mean = [self.mean]
+        self.mean[0] += 0.3 * (new - self.mean[0])
+        return self.mean[0]
+
+
 @entry()
 class DecidesByAnOutputBetweenLayers(Layers):
     def forward(self, x: Tensor) -> Any:
