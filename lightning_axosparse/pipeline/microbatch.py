@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from math import log
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_axosparse.distributed.grid import divisors
 from lightning_axosparse.pipeline.batch_layout import (
     BatchLayout,
     Path,
@@ -68,20 +66,6 @@ def one_size(sizes: Mapping[Path, int]) -> int:
             "where micro-batches begin"
         )
     return next(iter(sizes.values()), 1)
-
-
-def even_parts(samples: int, wanted: int, fewest_samples: int = 1) -> int:
-    """Return the number of equal parts of a batch that is closest, by ratio, to the one wanted.
-
-    With equal parts, the mean of their means is the mean over the batch, also in the user's code.
-
-    Args:
-        samples: number of samples in the batch.
-        wanted: number of parts wanted.
-        fewest_samples: smallest number of samples in a part, unless the batch has fewer.
-    """
-    even = [parts for parts in divisors(samples) if samples // parts >= fewest_samples] or [1]
-    return min(even, key=lambda parts: abs(log(parts / wanted)))
 
 
 def counted(batches: Sequence[Any], whole: Any = None) -> list[MicroBatch]:

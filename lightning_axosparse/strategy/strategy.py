@@ -39,8 +39,8 @@ class AxoSparseStrategy(PipelineStrategy):
         microbatches: micro-batches per batch and replica. None takes ``4 * g_inter`` (one without a
             pipeline), but so few that each has two samples if the module has BatchNorms. A batch
             that the number does not divide is split unevenly, and weighted by samples; a batch with
-            fewer samples is split into one micro-batch per sample. Evaluation takes the closest
-            number that divides the batch. One stage splits it only if ``loss`` is not "whole".
+            fewer samples is split into one micro-batch per sample. One stage splits it only if
+            ``loss`` is not "whole".
         pipeline: attribute path of the ``nn.Sequential`` or ``nn.ModuleList`` whose layers are
             partitioned over the stages, such as ``"model.transformer.h"``; or several of them, and
             of other modules that are a layer each, in the order in which a step calls them, such as

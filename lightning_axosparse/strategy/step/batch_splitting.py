@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -24,7 +23,6 @@ from lightning_axosparse.pipeline.by_parts import LossWeights, Reduction
 from lightning_axosparse.pipeline.microbatch import (
     MicroBatch,
     counted,
-    even_parts,
     one_size,
     samples,
     split,
@@ -112,11 +110,11 @@ class BatchSplitter:
     def microbatches_of(
         self, batch: Any, origin: Source, groups: ProcessGroups
     ) -> list[MicroBatch]:
-        """Split a training batch into the wanted number of micro-batches, if it is large enough.
+        """Split a batch into the wanted number of micro-batches, if it is large enough.
 
-        Other batches are split into equal micro-batches, about as many as wanted. Replicas that
-        share experts get equally many; collective over these. Replicas with parts of one batch
-        together get the wanted number, so that micro-batches are as large as before the regrid.
+        Replicas that share experts get equally many; collective over these. Replicas with parts of
+        one batch together get the wanted number, so that micro-batches are as large as before the
+        regrid.
         """
         wanted = -(-self._microbatches // groups.grid.replicas_per_batch)
         if wanted == 1:
@@ -125,11 +123,7 @@ class BatchSplitter:
             return counted(self._equally_many_parts(batch, wanted, groups), batch)
         layout, count = self._loader(origin).layout(batch, wanted)
         counts, fewest = all_gather(count, groups.experts), self._fewest_samples
-        if self._trainer.training:
-            parts = min(wanted, max(1, min(counts) // fewest))
-        else:
-            parts = even_parts(gcd(*counts), wanted, fewest)
-        return split(batch, parts, layout)
+        return split(batch, min(wanted, max(1, min(counts) // fewest)), layout)
 
     def _equally_many_parts(self, batch: Any, wanted: int, groups: ProcessGroups) -> Any:
         """Call the user's function; replicas that share experts get equally many parts."""

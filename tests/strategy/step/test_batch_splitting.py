@@ -113,7 +113,7 @@ def test_what_is_cut_and_what_not_is_said_once_a_loader(told: list[str], cut: li
     line = "cut batch['x'], batch['y'] along dimension 0; passed whole: batch['names']."
     assert told == [f"Micro-batches of {name} batches: {line}" for name in ("val", "train")]
     sizes = [[len(part["y"]) for part in parts] for parts in cut]
-    assert sizes == [[1, 1, 1]] * 2 + [[1, 2]] * 3 + [[1, 1, 1]] * 3, "equal parts are validated"
+    assert sizes == [[1, 2]] * 8
     for part in (part for parts in cut for part in parts):
         assert part["x"].shape == (len(part["y"]), 7, WIDTH)
         assert part["names"] == ["a", "b"]
@@ -239,14 +239,6 @@ def test_the_number_of_samples_is_logged_as_of_the_batch() -> None:
     module = fit(DataLoader(TensorDataset(torch.rand(15, WIDTH)), 4))
     assert [logged["n"] for logged in module.logged] == [4, 4, 4, 3]
     assert [logged["batch_number"] for logged in module.logged] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(("samples", "parts"), [(10, 5), (7, 7), (8, 4)])
-def test_evaluation_takes_equal_parts(samples: int, parts: int, cut: list[Any]) -> None:
-    module = Net()
-    batch = [torch.rand(samples, WIDTH)]
-    trainer(4).validate(module, made(batch), verbose=False)
-    assert [[len(part[0]) for part in each] for each in cut] == [[samples // parts] * parts]
 
 
 def test_loaders_are_told_apart(told: list[str]) -> None:

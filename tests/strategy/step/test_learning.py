@@ -482,8 +482,6 @@ def test_replicas_that_share_experts_do_not_wait_for_an_undivided_batch(
 
 
 def test_the_first_batches_that_are_divided_are_compared() -> None:
-    """Of five samples, no two equal micro-batches can be made."""
-
     class Validated(WithStatistics):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("loss", self.training_step(batch, batch_idx))
