@@ -172,7 +172,6 @@ SLOW = (
     "strategy/test_said.py::test_the_rest_is_for_who_asks",
     "strategy/test_strategy.py::test_a_ticket_comes_back",
     "strategy/test_tensor_parallel.py::test_a_module_is_split_again",
-    "strategy/test_validation.py::test_a_module_that_is_compiled_whole",
     "support/test_dense_products.py::test_a_product_is_torchs",
     "support/test_lightning_names.py::test_modules_and_trainers_of_the_other_name_train_on_ranks",
     "support/test_lightning_names.py::test_the_name_that_was_imported_first",

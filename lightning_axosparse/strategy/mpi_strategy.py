@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.distributed import ReduceOp
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -33,7 +32,6 @@ from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import (
     validate_local_rank,
-    validate_not_compiled,
     validate_world_size,
 )
 from lightning_axosparse.support.files import put_sockets_in
@@ -43,18 +41,6 @@ from lightning_axosparse.support.patched import patched
 T = TypeVar("T")
 
 
-class _CheckedModule:
-    """The attribute with a strategy's module: setting it checks the module, reading calls nothing.
-
-    The Trainer sets it before it refuses a compiled module without saying what to do instead.
-    """
-
-    def __set__(self, strategy: ParallelStrategy, module: LightningModule | None) -> None:
-        if module is not None:
-            validate_not_compiled(module)
-        vars(strategy)["_lightning_module"] = module
-
-
 class MPIStrategy(ParallelStrategy):
     """A strategy whose ranks are ``g_data`` replicas of consecutive ranks.
 
@@ -62,8 +48,6 @@ class MPIStrategy(ParallelStrategy):
     are over replicas. A ``cluster_environment`` says how the cluster works, such as how Slurm
     requeues jobs; the ranks are always those of the MPI job.
     """
-
-    _lightning_module = _CheckedModule()  # type: ignore[assignment]
 
     def __init__(self, config: Config) -> None:
         environment.check_connected()

@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, ModelPruning, WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
@@ -29,7 +28,7 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.shard.partition import Partition
 from lightning_axosparse.sparse.module.optimizer_state import trial_steps
-from lightning_axosparse.strategy.compat.internals import callbacks_of, is_compiled_whole, overrides
+from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.expert_parallel import expert_layers
 from lightning_axosparse.support.remote_files import local_path
@@ -66,18 +65,6 @@ def validate_run(config: Config, trainer: Trainer, io: CheckpointIO) -> None:
 
 
 # The module
-
-
-def validate_not_compiled(module: LightningModule) -> None:
-    """Check that the steps of a module were not compiled, as a pipeline replaces their layers."""
-    if is_compiled_whole(module):
-        to_uncompiled(module)  # Lightning has replaced its steps.
-        raise MisconfigurationException(
-            "The module was given to the Trainer as `torch.compile(module)`, which compiles whole "
-            "steps, but in a pipeline each stage runs only a part of them. Give the Trainer the "
-            "module itself, and compile its layers in `setup`, which runs on every rank: "
-            "`for layer in self.layers: layer.compile()`." + see("layers")
-        )
 
 
 def validate_module(module: LightningModule) -> None:

@@ -25,14 +25,6 @@ from lightning_axosparse.pipeline.shard.sharding import RemoteGradients
 from lightning_axosparse.strategy.compat.internals import RankLocalCallback, callbacks_of, overrides
 from lightning_axosparse.support.trace import clock
 
-_MODULE_HOOKS = (
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-    "optimizer_zero_grad",
-)
-_CALLBACK_HOOKS = ("on_after_backward", "on_before_optimizer_step")
 _CLEARING_HOOKS = ("on_before_zero_grad", "optimizer_zero_grad")
 
 
@@ -99,8 +91,8 @@ def gradients_are_seen(trainer: pl.Trainer) -> bool:
         bool(trainer.gradient_clip_val)
         or not trainer.lightning_module.automatic_optimization
         or getattr(trainer.precision_plugin, "scaler", None) is not None
-        or overrides(trainer.lightning_module, *_MODULE_HOOKS)
-        or any(overrides(callback, *_CALLBACK_HOOKS) for callback in _user_callbacks(trainer))
+        or overrides(trainer.lightning_module, "optimizer_step", "optimizer_zero_grad")
+        or any(_hooks_that_read(trainer))
     )
 
 

@@ -106,11 +106,6 @@ def with_given_loader(trainer: Trainer, arguments: Sequence[Any]) -> AbstractCon
     return patched(trainer.fit_loop._data_source, "instance", arguments[1] if is_fit else None)
 
 
-def is_compiled_whole(module: LightningModule) -> bool:
-    """Return whether the Trainer was given ``torch.compile(module)``, of which it takes steps."""
-    return module._compiler_ctx is not None
-
-
 def overrides(owner: object | None, *hooks: str) -> bool:
     """Whether a LightningModule, LightningDataModule or callback overrides one of these hooks."""
     return any(is_overridden(hook, owner) for hook in hooks)

@@ -10,7 +10,6 @@ parameters, one tensor at a time, so that neither a rank nor a buffer ever holds
 from __future__ import annotations
 
 import pickle
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -24,6 +23,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
+from lightning_axosparse.pipeline.state.values import COLLECTIONS, overwrite
 from lightning_axosparse.strategy.compat.internals import callbacks_of, set_metrics
 from lightning_axosparse.strategy.compat.lockstep import loops_of, progress_of
 from lightning_axosparse.strategy.launcher.pickling import can_be_copied, names_by_id, pickle_digest
@@ -73,7 +73,8 @@ class Changes:
         for name, attributes in self.attributes.items():
             for attribute, value in attributes.items():
                 if (name, attribute) in self.in_place:
-                    value = _updated(getattr(named[name], attribute, None), value)
+                    old = getattr(named[name], attribute, None)
+                    value = old if isinstance(old, COLLECTIONS) and overwrite(old, value) else value
                 _assign(named[name], attribute, value)
         if self.unpicklable:
             rank_zero_warn(
@@ -171,18 +172,6 @@ def _returned_attributes(owner: Any) -> dict[str, Any]:
         case Callback() | Logger() | LightningDataModule():
             return vars(owner)
     return progress_of(owner)
-
-
-def _updated(old: Any, value: Any) -> Any:
-    """Return ``old`` with the entries of ``value``; ``value`` if they are no collections."""
-    if type(old) is not type(value) or not isinstance(old, dict | set | list | deque):
-        return value
-    old.clear()
-    if isinstance(old, dict | set):
-        old.update(value)
-    else:
-        old.extend(value)
-    return old
 
 
 def _assign(owner: Any, name: str, value: Any) -> None:
