@@ -92,29 +92,36 @@ def with_data_of_run(config: DictConfig, overrides: Sequence[str]) -> DictConfig
     """Return the configuration with the data of the run in whose folder ``checkpoint`` lies.
 
     Only values are taken, and only those that the command line does not override. Which class is
-    instantiated is never taken from the run.
+    instantiated is never taken from the run. If ``data=`` names another class than the run's,
+    nothing is taken.
     """
     overridden = {override.lstrip("+").partition("=")[0] for override in overrides}
     source = Path(OmegaConf.select(config, "checkpoint", default=""))
     files = [folder / ".hydra" / "config.yaml" for folder in source.absolute().parents[:2]]
     file = next((path for path in files if path.is_file()), None)
-    if file is None or "data" in overridden:
+    if file is None:
         return config
     run = OmegaConf.load(file)
     assert isinstance(run, DictConfig)
     run.folder = str(file.parents[1])
-    values: Any = OmegaConf.to_container(run.get("data", OmegaConf.create()), resolve=True)
-    target = values.pop("_target_", None)
+    data = run.get("data", OmegaConf.create())
+    target = data.pop("_target_", None)
     if target != config.data.get("_target_", target):
+        if "data" in overridden:
+            return config
         raise ValueError(
             f"The run in '{file.parents[1]}' had other data, {target}: give data=text, data=images "
             f"or data=own data._target_=NAME." + see("commands")
         )
+    values: Any = OmegaConf.to_container(data, resolve=True)
     _validate_values(values, file, "data")
     merged = config.copy()
     for name, value in values.items():
-        if f"data.{name}" not in overridden:
-            OmegaConf.update(merged, f"data.{name}", value, force_add=True)
+        OmegaConf.update(merged, f"data.{name}", value, force_add=True)
+    for name in overridden:
+        if name.startswith("data."):
+            value = OmegaConf.select(config, name)
+            OmegaConf.update(merged, name, value, merge=False, force_add=True)
     return merged
 
 

@@ -197,7 +197,22 @@ def test_the_command_line_is_above_the_settings_of_the_run(run, tmp_path):
     config = configured(overrides[0], "data.batch_size=2", "data.held_out=0.1")
     data = with_data_of_run(config, overrides).data
     assert (data.path, data.batch_size, data.held_out, data.seed) == ("mine", 2, 0.1, 3)
-    assert with_data_of_run(config, ["data=text"]) == config
+
+
+def test_data_that_are_named_have_the_settings_of_the_run(run, tmp_path):
+    crop = {"size": 8, "flip": True}
+    file = left_by_a_run(tmp_path, run[0] / "one.ckpt", _target_=TEXT, held_out=0.2, crop=crop)
+    overrides = [f"checkpoint={file}", "data=text", "+data.crop.size=4"]
+    data = with_data_of_run(configured(*overrides), overrides).data
+    assert (data.held_out, data.crop) == (0.2, {"size": 4, "flip": True})
+
+
+def test_data_of_another_class_have_no_settings_of_the_run(run, tmp_path):
+    file = left_by_a_run(tmp_path, run[0] / "one.ckpt", _target_=TEXT, path="${unknown}")
+    overrides = [f"checkpoint={file}", "data=images"]
+    config = configured(overrides[0])
+    config.data._target_ = "lightning_axosparse.examples.data.ImageDataModule"
+    assert with_data_of_run(config, overrides) == config
 
 
 @pytest.mark.parametrize(
