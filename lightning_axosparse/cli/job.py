@@ -84,15 +84,18 @@ class Job:
     def ratio(self) -> float | None:
         """The pruning ratio; None if the arm is the same at all ratios, as "dense" is."""
         if OmegaConf.select(self.config, "arm.name"):
-            ratio = OmegaConf.select(self.config, "arm.ratio")
-        else:
-            ratio = self.config.pruning.ratio if self.config.pruning.callback else None
-        return None if ratio is None else float(ratio)
+            return self._number("arm.ratio")
+        return self._number("pruning.ratio") if self.config.pruning.callback else None
 
     @property
-    def seed(self) -> int:
+    def seed(self) -> float | None:
         """The seed of the run."""
-        return int(self.config.seed)
+        return self._number("seed")
+
+    def _number(self, name: str) -> float | None:
+        """Return a setting; None if it is no number, as in a job that failed because of that."""
+        value = OmegaConf.select(self.config, name, throw_on_resolution_failure=False)
+        return value if isinstance(value, int | float) else None
 
     @property
     def command(self) -> str:

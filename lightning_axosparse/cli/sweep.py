@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -22,7 +23,8 @@ from axosparse_commands.arguments import sweep_parser
 from lightning_axosparse.callbacks.report.facts import RunResult, too_short
 from lightning_axosparse.callbacks.report.tables import Section
 from lightning_axosparse.callbacks.ticket_callback import Period
-from lightning_axosparse.cli.job import Job, command, jobs_in
+from lightning_axosparse.cli.job import Job, command, error_message, jobs_in
+from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -97,7 +99,7 @@ class Point:
         increases = [values[seed] / baseline[seed] - 1 for seed in values if baseline.get(seed)]
         return mean(increases) if increases else None
 
-    def _by_seed(self, measure: Measure) -> dict[int, float]:
+    def _by_seed(self, measure: Measure) -> dict[float | None, float]:
         results = [(job.seed, job.result) for job in self.jobs]
         numbers = {seed: measure.number(result) for seed, result in results if result is not None}
         return {seed: number for seed, number in numbers.items() if number is not None}
@@ -112,7 +114,8 @@ def group_jobs(jobs: Sequence[Job]) -> list[Point]:
             settings = tuple(f"{k}={v}" for k, v in overrides_of(job, keys).items())
             groups.setdefault((job.arm, settings, job.ratio), []).append(job)
     points = [
-        Point(*place, sorted(group, key=lambda job: job.seed)) for place, group in groups.items()
+        Point(*place, sorted(group, key=lambda job: job.seed or 0))
+        for place, group in groups.items()
     ]
     return sorted(points, key=lambda point: (point.label, point.ratio or 0))
 
@@ -342,8 +345,9 @@ def resume_command(folder: Path) -> str | None:
     file = folder / "multirun.yaml"
     if not file.exists():
         return None
-    overrides = OmegaConf.load(file).hydra.overrides
-    return command(["-m"], overrides.task, overrides.hydra, "hydra.sweep.dir", folder)
+    # Not resolved: an override may have an interpolation.
+    overrides: Any = OmegaConf.to_container(OmegaConf.load(file).hydra.overrides)
+    return command(["-m"], overrides["task"], overrides["hydra"], "hydra.sweep.dir", folder)
 
 
 def _finished(jobs: Sequence[Job]) -> str:
@@ -356,7 +360,15 @@ class GatherResults(Callback):
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
-        jobs = gather(folder)
+        try:
+            jobs = gather(folder)
+        except Exception as error:  # Hydra would turn it into a warning, and the command succeed.
+            again = shlex.join(["axosparse-sweep", str(folder)])
+            raise SystemExit(
+                "axosparse-train: The report of the sweep was not written: "
+                f"{error_message(error)}. The results of its jobs are kept. Mend this, and write "
+                f"it with: {again}" + see("commands")
+            ) from error
         print(summary(folder, jobs))
         if any(job.result is None for job in jobs):
             raise SystemExit(1)

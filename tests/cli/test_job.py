@@ -52,6 +52,14 @@ def test_a_run_without_an_arm_is_a_ticket_if_it_prunes(callback, arm, ratio, tmp
     assert (Job.read(tmp_path / "a").arm, Job.read(tmp_path / "a").ratio) == (arm, ratio)
 
 
+@pytest.mark.parametrize("wrong", ["x", [0.5], "${unknown}"])
+def test_a_ratio_or_a_seed_that_is_no_number_is_none(wrong, tmp_path):
+    write_job(tmp_path, "ticket", 0.8, error="Sorry")
+    config = {"seed": wrong, "arm": {"name": "ticket", "ratio": wrong}}
+    OmegaConf.save(config, tmp_path / ".hydra" / "config.yaml")
+    assert (Job.read(tmp_path).ratio, Job.read(tmp_path).seed) == (None, None)
+
+
 def test_jobs_stand_in_the_order_of_their_numbers(tmp_path):
     for name in ("10", "9", "ticket-0.5", "ticket-0.25"):
         write_job(tmp_path / name, "ticket", 0.8)

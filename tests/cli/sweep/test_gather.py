@@ -6,7 +6,15 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_axosparse.cli.sweep import Point, gather, main, resume_command, summary
+from lightning_axosparse.cli.job import Job
+from lightning_axosparse.cli.sweep import (
+    GatherResults,
+    Point,
+    gather,
+    main,
+    resume_command,
+    summary,
+)
 from lightning_axosparse.cli.sweep import _dense_beside as dense_beside
 from tests.cli.sweep.jobs import write_job
 
@@ -105,12 +113,34 @@ def test_the_page_says_what_the_numbers_do_not_show(sweep, tmp_path):
     assert no_dense in page
 
 
+def test_jobs_whose_ratio_or_seed_is_no_number_are_named_among_the_failed(tmp_path, capsys):
+    for number, (ratio, seed) in enumerate([("most", 0), (0.8, "x")]):
+        write_job(tmp_path / str(number), "ticket", ratio, seed, error="Sorry")
+    write_job(tmp_path / "last", "ticket", 0.8)
+    with pytest.raises(SystemExit) as ended:
+        GatherResults().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": tmp_path}}}))
+    assert ended.value.code == 1
+    shown = capsys.readouterr().out
+    assert "1 of 3 jobs have finished." in shown
+    for place in (tmp_path / "0", tmp_path / "1"):
+        assert f"{place.name} has failed: Sorry\n    {Job.read(place).command}\n" in shown
+    assert (tmp_path / "sweep.html").exists()
+
+
+def test_a_report_that_cannot_be_written_fails_the_command(tmp_path):
+    (tmp_path / "sweep.csv").mkdir()
+    with pytest.raises(SystemExit, match=r"The report of the sweep was not written: .*sweep\.csv"):
+        GatherResults().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": tmp_path}}}))
+
+
 def test_the_command_that_goes_on(tmp_path):
     assert resume_command(tmp_path) is None
-    overrides = {"task": ["experiment=ratio_sweep", "seed=0,1"], "hydra": ["hydra.mode=MULTIRUN"]}
+    task = ["experiment=ratio_sweep", "seed=0,1", "sample.prompt=${unknown}"]
+    overrides = {"task": task, "hydra": ["hydra.mode=MULTIRUN"]}
     OmegaConf.save({"hydra": {"overrides": overrides}}, tmp_path / "multirun.yaml")
     assert resume_command(tmp_path) == (
-        f"axosparse-train -m experiment=ratio_sweep seed=0,1 hydra.sweep.dir={tmp_path}"
+        "axosparse-train -m experiment=ratio_sweep seed=0,1 'sample.prompt=${unknown}' "
+        f"hydra.sweep.dir={tmp_path}"
     )
 
 
