@@ -29,7 +29,7 @@ def evaluate() -> None:
 
 def plan() -> None:
     """Run ``axosparse-plan``."""
-    arguments.plan_parser().parse_args()
+    arguments.plan_options(arguments.plan_parser())
     from lightning_axosparse.cli.plan import main
 
     main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from math import inf
 from pathlib import Path
@@ -76,6 +76,34 @@ def plan_parser() -> argparse.ArgumentParser:
     add("--gantt", type=_picture, help="plot a step of each best plan to this PNG file")
     _add_cluster_arguments(parser)
     return parser
+
+
+def plan_options(
+    parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """Parse the arguments of ``axosparse-plan``; end the command if they contradict each other."""
+    options = parser.parse_args(arguments)
+    experts, *top_k = options.experts
+    if len(top_k) > 1:
+        parser.error("--experts takes the number of experts, and how many compute each token")
+    if top_k and top_k[0] > experts:
+        parser.error(
+            f"--experts: {top_k[0]} of {experts} experts cannot compute a token. Give at most "
+            f"{experts} as the second number"
+        )
+    _, width, heads, *_ = options.shape or MODELS[options.model]
+    if width % heads:
+        parser.error(
+            f"--shape: WIDTH {width} is no multiple of HEADS {heads}, but heads are equally wide. "
+            f"Choose another, such as WIDTH {width + -width % heads}"
+        )
+    for ranks in options.tensor:
+        if options.devices % ranks:
+            parser.error(
+                f"--tensor: {ranks} ranks that share layers do not divide {options.devices} "
+                f"devices. Choose a divisor of {options.devices}, or other --devices"
+            )
+    return options
 
 
 def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from axosparse_commands.arguments import MODELS, plan_parser
+from axosparse_commands.arguments import MODELS, plan_options, plan_parser
 from lightning_axosparse.callbacks.report.tables import Section, terminal
 from lightning_axosparse.callbacks.timeline import RecordedStep, gantt
 from lightning_axosparse.distributed.grid import divisors
@@ -24,9 +24,7 @@ _MAX_SPANS = 3000
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = plan_parser()
-    options = parser.parse_args(arguments)
-    if len(options.experts) > 2:
-        parser.error("--experts takes the number of experts, and how many compute each token")
+    options = plan_options(parser, arguments)
     best: list[tuple[float, Plan]] = []
     for ratio in options.pruning_ratio:
         try:
@@ -101,7 +99,7 @@ def _workload(options: argparse.Namespace, ratio: float) -> Workload:
     model = Transformer(*(options.shape or MODELS[options.model]))
     experts, top_k = (*options.experts, 1)[:2]
     return Workload(
-        layers=replace(model, experts=experts, top_k=min(experts, top_k)).costs,
+        layers=replace(model, experts=experts, top_k=top_k).costs,
         cluster=Cluster(
             devices=options.devices,
             devices_per_node=options.devices_per_node,

@@ -45,6 +45,7 @@ print(json.dumps([name for name in sys.modules if "." not in name]))
             "--shape LAYERS WIDTH HEADS SEQUENCE VOCABULARY, such as",
         ),
         ("plan --devices 0", "'0' is not a count"),
+        ("plan --tensor 3 --devices 4", "3 ranks that share layers do not divide 4 devices"),
         ("sweep no/such/folder", "'no/such/folder' is not a folder"),
     ],
 )
