@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import hydra
@@ -150,8 +151,16 @@ def load_model(config: DictConfig, source: Path) -> tuple[L.LightningModule, Pat
         state = SafetensorsState(source)
         if state.sparse:
             load_sparse(model, source)
-        else:
+            return model, None
+        try:
             model.load_state_dict(dict(state))
+        except RuntimeError as error:  # It lists names first; the last line has sizes, if any.
+            problem = shorten(str(error).rpartition("\n")[2], 200, placeholder=" [...]").rstrip(".")
+            raise ValueError(
+                f"The weights in '{source}' do not fit to `model`, which is {config._target_}: "
+                f"{problem}. Such a file has no hyperparameters: give `model` those of the run."
+                + see("commands")
+            ) from error
         return model, None
     files = AtomicCheckpointIO()
     files.verify(source)

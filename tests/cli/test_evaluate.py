@@ -102,6 +102,7 @@ def test_the_metrics_are_those_of_the_run(run, name, ranks, tmp_path, capsys):
         (["checkpoint=no/such.ckpt"], "There is no file or folder 'no/such.ckpt'"),
         (["checkpoint={other}"], "'{other}' cannot be read"),
         (["checkpoint={sparse}"], "'model.0.tokens.weight' has shape (256, 16) in the file, ("),
+        (["checkpoint={dense}"], "The weights in '{dense}' do not fit to `model`, which is "),
         (["checkpoint={other}", "loops=[train]"], "loops=['train'] must be"),
         (["checkpoint={other}", "loops=[]"], "loops=[] must be"),
         (["checkpoint={other}", "sample.length=-1"], "sample.length=-1 must be"),
@@ -109,14 +110,34 @@ def test_the_metrics_are_those_of_the_run(run, name, ranks, tmp_path, capsys):
 )
 def test_what_cannot_be_evaluated_ends_in_words(run, overrides, message, tmp_path, monkeypatch):
     torch.save([1], tmp_path / "other.ckpt")
-    names = {"other": tmp_path / "other.ckpt", "sparse": run[0] / "sparse.safetensors"}
+    names = {name: run[0] / f"{name}.safetensors" for name in ("dense", "sparse")}
+    names["other"] = tmp_path / "other.ckpt"
     arguments = [override.format(**names) for override in overrides]
     depth = ["model.depth=2", f"data.path={run[0] / 'text.txt'}", f"hydra.run.dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["axosparse-eval", *SMALL, *depth, *arguments])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         entry.main()
-    assert str(ended.value.code).startswith(f"axosparse-eval: {message.format(**names)}")
+    shown = str(ended.value.code)
+    assert shown.startswith(f"axosparse-eval: {message.format(**names)}")
+    assert "\n" not in shown
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        (
+            {"width": 8},
+            r"GPT: size mismatch for .* in current model is torch\.Size\(\[256, 8\]\)\. Such",
+        ),
+        ({"depth": 3}, r'GPT: Unexpected key.* in state_dict: "model\.3\.0\.bias", .*"\. Such'),
+        ({"depth": 1}, r"GPT: Unexpected key.* in state_dict: .{100,170}, \[\.\.\.\]\. Such"),
+    ],
+)
+def test_weights_of_another_shape_are_named(run, shape, message):
+    model = [f"model.{name}={value}" for name, value in {**SHAPE, **shape}.items()]
+    with pytest.raises(ValueError, match=message):
+        load_model(configured(*model).model, run[0] / "dense.safetensors")
 
 
 PLANTED = [
