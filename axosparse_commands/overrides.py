@@ -110,10 +110,8 @@ def _suggestion(settings: Mapping[str, Any], node: Mapping[str, Any], name: str)
     if similar:
         return f"Did you mean {similar[0]}?"
     listed = ", ".join(str(other) for other in node if not str(other).startswith("_"))
-    return (
-        f"{parent or 'The configuration'} has: {listed}. "
-        f"Add further arguments of a class with a plus: +{name}=VALUE"
-    )
+    more = f"{parent or 'The configuration'} has: {listed}. Add further" if listed else "Add"
+    return f"{more} arguments of a class with a plus: +{name}=VALUE"
 
 
 def _names(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -72,6 +72,10 @@ def test_an_error_imports_neither_torch_nor_lightning(call: str, message: str) -
         ("-m seed=0,1 model.withd=8,16", "there is no model.withd. Did you mean model.width?"),
         ("~strategy.ginter", "there is no strategy.ginter. Did you mean strategy.g_inter?"),
         ("strategy.transport=loopback", "with a plus: +strategy.transport=VALUE"),
+        (
+            "model=own model.dim=3",
+            "no model.dim. Add arguments of a class with a plus: +model.dim=",
+        ),
         ("strategy.transport=loopback", "strategy has: g_inter, microbatches, pipeline,"),
     ],
 )
