@@ -183,9 +183,9 @@ class RunFacts:
         content |= {
             "losses": self.losses,
             "tokens_per_parameter": self.tokens_per_parameter,
-            "dense_at_draw": dense and quality(dense.loss, dense.accuracy),
-            "final": final and quality(final.loss, final.accuracy),
-            "test": None if self.test_loss is None else quality(self.test_loss, self.test_accuracy),
+            "dense_at_draw": dense and self._quality(dense.loss, dense.accuracy),
+            "final": final and self._quality(final.loss, final.accuracy),
+            "test": self._quality(self.test_loss, self.test_accuracy),
         }
         if self.regrid is not None:
             content["regrid"]["bubbles"] = self.regrid.bubbles
@@ -194,12 +194,15 @@ class RunFacts:
                 rank["work"][period]["seconds_per_step"] = work.seconds_per_step()
         path.write_text(json.dumps(content, indent=2) + "\n")
 
-
-def quality(loss: float, accuracy: float | None = None) -> dict[str, float]:
-    """Return a mean loss with the accuracy, if there is one, else in the units for text."""
-    if accuracy is not None:
-        return {"loss": loss, "accuracy": accuracy}
-    return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": loss / math.log(2)}
+    def _quality(self, loss: float | None, accuracy: float | None) -> dict[str, float] | None:
+        """Return a mean loss with the accuracy, if there is one, else in the units for text."""
+        if loss is None:
+            return None
+        if accuracy is not None:
+            return {"loss": loss, "accuracy": accuracy}
+        if not self.tokens_per_parameter:
+            return {"loss": loss}
+        return {"loss": loss, "perplexity": perplexity(loss), "bits_per_byte": loss / math.log(2)}
 
 
 LONG = 20

@@ -142,7 +142,8 @@ def _picture(name: str, data: bytes, kind: str) -> str:
 def plots(facts: RunFacts, steps: Sequence[RecordedStep]) -> dict[str, Figure]:
     """Return the plots for which there is data, by name."""
     figures = {}
-    figures["loss"], axes = _figure("Loss", "loss (nats)")
+    unit = "loss (nats)" if facts.tokens_per_parameter else "loss"
+    figures["loss"], axes = _figure("Loss", unit)
     losses = [math.nan if loss is None else loss for loss in facts.losses]
     axes.plot(facts.steps, losses, color="#9ecae9", linewidth=1, label="training")
     axes.plot(

@@ -92,7 +92,8 @@ class TrainingReport(L.Callback):
 
     Args:
         folder: output folder; None: the trainer's ``default_root_dir``.
-        val_loss: name of the logged validation loss; for a language model, a mean in nats per byte.
+        val_loss: name of the logged validation loss; for a language model, a mean in nats per byte,
+            which is shown as perplexity and bits per byte, too, if batches begin with tokens.
         test_loss: name of the logged test loss.
         val_accuracy: name of the logged validation accuracy of a model that classifies; the report
             then has accuracies instead of perplexity and bits per byte.

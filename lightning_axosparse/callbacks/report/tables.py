@@ -118,6 +118,9 @@ def _quality(facts: RunFacts) -> Section:
     if any(accuracy is not None for _, accuracy in quality.values()):
         rows = [(data, _percent(a), f"{loss:.4f}") for data, (loss, a) in quality.items()]
         return Section("Quality", ("data", "accuracy", "loss"), rows)
+    if not facts.tokens_per_parameter:
+        losses = [(data, f"{loss:.4f}") for data, (loss, _) in quality.items()]
+        return Section("Quality", ("data", "loss"), losses)
     units = [
         (data, f"{perplexity(loss):.3f}", f"{loss / math.log(2):.3f}", f"{loss:.4f}")
         for data, (loss, _) in quality.items()

@@ -35,6 +35,7 @@ def make_facts() -> RunFacts:
         )
         for rank, losses in enumerate([[3.0, 2.0], [3.0, 2.0], [5.0, 4.0], [5.0, 4.0]])
     ]
+    ranks[0].tokens = 20
     return RunFacts(
         ranks,
         steps=[1, 2],
@@ -43,4 +44,5 @@ def make_facts() -> RunFacts:
         threshold=0.1,
         draw=TicketDraw(0.8, {"model.0.weight": 0.75, "model.1.weight": 0.85}, 0.2, step=1),
         test_loss=1.5,
+        parameters=1,
     )

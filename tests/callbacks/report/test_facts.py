@@ -49,6 +49,14 @@ def test_json_has_accuracies_of_a_model_that_classifies(facts, tmp_path):
     assert content["draw"]["channels"] == {"model.1": [8, 3]}
 
 
+def test_json_has_losses_alone_of_other_data_than_text(facts, tmp_path):
+    facts.ranks[0].tokens, facts.test_loss = 0, 0.0
+    facts.save(tmp_path / "report.json")
+    content = json.loads((tmp_path / "report.json").read_text())
+    found = [content[name] for name in ("dense_at_draw", "final", "test")]
+    assert found == [{"loss": 2.0}, {"loss": 1.0}, {"loss": 0.0}]
+
+
 def test_json_holds_what_follows_from_the_facts(facts, tmp_path):
     facts.save(tmp_path / "report.json")
     content = json.loads((tmp_path / "report.json").read_text())

@@ -64,6 +64,7 @@ def test_the_plots_are_pictures_whose_words_can_be_read() -> None:
     found = drawn(made())
     assert list(found) == ["loss", "mask_distance", "gantt"]
     assert "optimizer step" in found["loss"]
+    assert "loss (nats)" in found["loss"]
     assert "threshold" in found["mask_distance"]
     assert "epoch 1, batch 4: dense weights" in found["gantt"]
 
@@ -95,6 +96,8 @@ def test_plots_are_written_for_the_data_that_is_there(facts, tmp_path):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     dense = replace(facts, draw=None, distances={})
     assert list(plots(dense, [])) == ["loss"]
+    facts.ranks[0].tokens = 0
+    assert plots(facts, [])["loss"].axes[0].get_ylabel() == "loss"
 
 
 def lines(facts):

@@ -35,6 +35,17 @@ def test_quality_is_dense_at_the_draw_then_final_then_test(facts):
     ]
 
 
+def test_a_training_on_other_data_than_text_has_losses_alone(facts):
+    facts.ranks[0].tokens = 0
+    assert rows(facts, "Quality") == [
+        ("validation, dense, before pruning", "2.0000"),
+        ("validation, at the end", "1.0000"),
+        ("test, at the end", "1.5000"),
+    ]
+    assert headline(facts)["validation loss"] == ["2.0000", "1.0000"]
+    assert sections(facts)[0].columns == ("data", "loss")
+
+
 def test_memory_and_traffic_before_and_after(facts):
     assert rows(facts, "Memory")[6:] == [
         ("3", "1", "1", "model state", "32.00 MB", "32.00 MB"),
@@ -81,7 +92,12 @@ def test_channels_and_accuracies_of_a_network_that_was_shrunk(facts):
 def test_a_run_without_a_ticket_has_no_section_on_it(facts):
     dense = replace(facts, draw=None, distances={}, test_loss=None)
     titles = [section.title for section in sections(dense)]
-    assert titles == ["Quality", "Memory and traffic of each rank", "Where a step's time goes (ms)"]
+    assert titles == [
+        "Quality",
+        "Length of the training",
+        "Memory and traffic of each rank",
+        "Where a step's time goes (ms)",
+    ]
     assert rows(dense, "Quality")[0][0] == "validation, at the end"
 
 
@@ -112,7 +128,7 @@ def test_a_move_to_shorter_pipelines_is_shown(facts):
 
 
 def test_a_short_training_shows_nothing_of_quality(facts):
-    facts.parameters = 1000
+    facts.parameters, facts.ranks[0].tokens = 1000, 0
     assert not any(section.title.startswith("Length") for section in sections(facts))
     facts.ranks[0].tokens, facts.ranks[2].tokens = 100, 90.5
     assert rows(facts, "Length") == [
