@@ -24,9 +24,15 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.pipeline.crossing.message import Activation
-from lightning_axosparse.pipeline.crossing.placeholder import TensorDescription, values_in
+from lightning_axosparse.pipeline.crossing.placeholder import (
+    LEAVES,
+    Placeholder,
+    TensorDescription,
+    values_in,
+    with_tensors,
+)
 from lightning_axosparse.pipeline.rerun import Rerun, RunAgain
-from lightning_axosparse.support.object_trees import object_map
+from lightning_axosparse.support.object_trees import TakenApart, object_map
 
 
 class Axis(NamedTuple):
@@ -392,7 +398,7 @@ def _with_values(activation: Activation, values: Iterator[Any]) -> Activation:
     """Replace the tensors and descriptions in an activation, in their order."""
 
     def replaced(tree: Any) -> Any:
-        return object_map((Tensor, TensorDescription), lambda value: next(values), tree)
+        return object_map(LEAVES, lambda value: next(values), tree)
 
     return activation._replace(
         output=replaced(activation.output),
@@ -451,11 +457,17 @@ def learn(
 
 def _numbers(tree: Any) -> list[Any]:
     """Return the plain values in nested containers, which must not depend on the samples."""
+    if isinstance(tree, TakenApart):  # Perhaps of a named tuple or a dict.
+        return _numbers(with_tensors(tree, _tensor))
     if isinstance(tree, (list, tuple)):
         return [number for child in tree for number in _numbers(child)]
     if isinstance(tree, dict):
         return [number for child in tree.values() for number in _numbers(child)]
     return [tree] if isinstance(tree, (bool, int, float, str)) else []
+
+
+def _tensor(leaf: int, value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else Placeholder.of(value, None, "an output")
 
 
 def sent_tensors(activation: Activation) -> list[Tensor]:

@@ -12,6 +12,7 @@ import io
 import pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -28,12 +29,25 @@ PLAIN = (
 )
 """Types of values that contain no others."""
 
-_ERRORS = (pickle.PicklingError, AttributeError, NotImplementedError, TypeError, ValueError)
-"""Exceptions of objects that cannot be pickled."""
+PICKLE_ERRORS = (pickle.PicklingError, AttributeError, NotImplementedError, TypeError, ValueError)
+"""Exceptions of objects that cannot be pickled, or not be loaded again."""
 
 
 class CannotPickle(TypeError):
     """An object cannot be taken apart, because something in it cannot be pickled."""
+
+
+@dataclass
+class TakenApart:
+    """Describes an object whose class might refuse what describes its tensors.
+
+    Attributes:
+        rest: the pickled rest, for :func:`put_together`.
+        taken: the objects that were taken out, or their replacements.
+    """
+
+    rest: bytes
+    taken: list[Any]
 
 
 def take_apart(tree: Any, kinds: Kinds) -> tuple[bytes, list[Any]]:
@@ -47,11 +61,11 @@ def take_apart(tree: Any, kinds: Kinds) -> tuple[bytes, list[Any]]:
     """
     try:
         return _take_apart(tree, kinds, _TakingPickler)
-    except _ERRORS:
+    except PICKLE_ERRORS:
         pass
     try:
         return _take_apart(tree, kinds, _by_value_pickler())
-    except (*_ERRORS, RecursionError) as error:
+    except (*PICKLE_ERRORS, RecursionError) as error:
         raise CannotPickle(f"{type(tree).__name__}: {error}") from error
 
 
@@ -157,7 +171,7 @@ def object_map(
     kinds: Kinds,
     function: Callable[[Any], Any],
     tree: Any,
-    if_unpicklable: Callable[[Any], Any] = lambda value: value,
+    other: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return a copy of any object in which the objects of some types are replaced, in order.
 
@@ -165,28 +179,30 @@ def object_map(
         kinds: the types.
         function: returns the replacement of an object.
         tree: the object; parts with no object of these types are not copied.
-        if_unpicklable: returns the replacement of a part that cannot be pickled, or not be loaded
-            again.
+        other: returns the replacement of a part that torch does not know. By default, its class
+            makes a copy; a part that cannot be pickled, or not be loaded again, is not copied.
     """
     if isinstance(tree, kinds):
         return function(tree)
     kind = type(tree)
     if kind is tuple or kind is list:
-        return kind([object_map(kinds, function, child, if_unpicklable) for child in tree])
+        return kind([object_map(kinds, function, child, other) for child in tree])
     if kind is dict:
-        return {k: object_map(kinds, function, v, if_unpicklable) for k, v in tree.items()}
+        return {k: object_map(kinds, function, v, other) for k, v in tree.items()}
     if isinstance(tree, PLAIN):
         return tree
     if kind in SUPPORTED_NODES:
-        return tree_map(lambda v: object_map(kinds, function, v, if_unpicklable), tree)
+        return tree_map(lambda v: object_map(kinds, function, v, other), tree)
+    if kind is TakenApart:
+        return TakenApart(tree.rest, [function(each) for each in tree.taken])
+    if other is not None:
+        return other(tree)
     try:
         rest, taken = take_apart(tree, kinds)
     except CannotPickle:
-        return if_unpicklable(tree)
-    if not taken:
         return tree
     replaced = [function(each) for each in taken]
     try:
-        return put_together(rest, replaced)
-    except _ERRORS:  # Of a class whose pickled form does not fit its constructor.
-        return if_unpicklable(tree)
+        return put_together(rest, replaced) if taken else tree
+    except PICKLE_ERRORS:  # Of a class whose pickled form does not fit its constructor.
+        return tree

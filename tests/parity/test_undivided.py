@@ -161,12 +161,40 @@ class PackedSequences(Validated):
         super().__init__()
         self.layers = nn.Sequential(*(Packed(WIDTH, WIDTH, batch_first=True) for _ in range(4)))
 
+    def through(self, packed: PackedSequence, index: int) -> tuple[PackedSequence, Any]:
+        return self.layers(packed), 0
+
     def loss(self, x: Tensor, index: int) -> Tensor:
         sequences = self.embedding(x[:, :, None].expand(-1, -1, WIDTH))
         lengths = (x > 0).sum(1).clamp(1)
         packed = pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
-        output, _ = pad_packed_sequence(self.layers(packed), batch_first=True)
-        return output.square().mean()
+        packed, added = self.through(packed, index)
+        output, _ = pad_packed_sequence(packed, batch_first=True)
+        return output.square().mean() + added
+
+
+class PackedSkips(PackedSequences):
+    """Later batches read the output of the first layer, which has the form of the second one's."""
+
+    def through(self, packed: PackedSequence, index: int) -> tuple[PackedSequence, Any]:
+        first = self.layers[0](packed)
+        return self.layers[1:](first), first.data.square().mean() if index > 2 else 0
+
+
+class PackedForms(PackedSequences):
+    """The layers of a stage return objects of unlike forms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = nn.LSTM, nn.GRU, nn.GRU, nn.GRU
+        self.layers = nn.ModuleList(kind(WIDTH, WIDTH, batch_first=True) for kind in kinds)
+
+    def through(self, packed: PackedSequence, index: int) -> tuple[PackedSequence, Any]:
+        states = []
+        for layer in self.layers:
+            packed, state = layer(packed)
+            states.append(state)
+        return packed, states[0][1].square().mean() + states[-1].mean()
 
 
 class SelectedRows(Validated):
@@ -225,6 +253,8 @@ ROWS: dict[str, type[Validated]] = {
             OfGivenSize,
             SomeOfGivenSize,
             PackedSequences,
+            PackedSkips,
+            PackedForms,
         ),
         *(SelectedRows, SelectedBehindLayers, Graphs),
     )

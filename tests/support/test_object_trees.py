@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_axosparse.support.object_trees import (
     CannotPickle,
+    TakenApart,
     object_leaves,
     object_map,
     put_together,
@@ -177,12 +178,15 @@ def test_what_cannot_be_pickled_is_said_or_replaced() -> None:
         take_apart([kept, broken], Tensor)
     assert object_leaves([kept, broken], Tensor) == [kept]
     assert object_map(Tensor, len, [kept, broken]) == [1, broken]
-    assert object_map(Tensor, len, [kept, broken], lambda value: type(value)) == [
-        *(1, SimpleNamespace)
-    ]
+    assert object_map(Tensor, len, [kept, broken], type) == [1, SimpleNamespace]
 
 
-def test_what_cannot_be_made_again_is_replaced_as_a_whole() -> None:
+def test_what_cannot_be_made_again_is_not_copied() -> None:
     tree = ["x", OfTwo(torch.ones(2), 1)]
-    replaced = object_map(Tensor, lambda value: value + 1, tree, lambda value: type(value).__name__)
-    assert replaced == ["x", "OfTwo"]
+    assert object_map(Tensor, lambda value: value + 1, tree)[1] is tree[1]
+
+
+def test_of_what_is_taken_apart_only_the_tensors_are_replaced() -> None:
+    apart = TakenApart(*take_apart(OfTwo(torch.ones(2), 1), Tensor))
+    assert object_leaves([apart], Tensor) == apart.taken
+    assert object_map(Tensor, len, [apart], type) == [TakenApart(apart.rest, [2])]

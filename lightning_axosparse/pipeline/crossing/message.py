@@ -174,7 +174,8 @@ class SideOutput(NamedTuple):
 class Activation(NamedTuple):
     """The content of a message to the next stage.
 
-    Gradients come back for its tensors, in their order.
+    Gradients come back for its tensors, in their order. Objects of classes that torch does not know
+    are taken apart, and put together where the step gets them.
 
     Attributes:
         output: of the stage's last layer, with descriptions of the tensors that no stage reads.

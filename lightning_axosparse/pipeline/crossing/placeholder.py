@@ -23,7 +23,14 @@ from torch.nn.modules import module as torch_module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_axosparse.support.object_trees import object_leaves, object_map
+from lightning_axosparse.support.object_trees import (
+    PICKLE_ERRORS,
+    TakenApart,
+    object_leaves,
+    object_map,
+    put_together,
+    take_apart,
+)
 from lightning_axosparse.support.torch_internals import (
     parse_conversion,
     plain_torch_functions,
@@ -241,10 +248,10 @@ class Unsendable:
     def _error(self) -> MisconfigurationException:
         return MisconfigurationException(
             f"A forward hook of {self.owner!r}, or code that reads its attributes, wants an "
-            f"object of type {self.kind!r} from an earlier stage, but it cannot be pickled, and so "
-            "not be sent. Put the layer into the last stage (balance=...), or leave out of the "
-            "object what pickle refuses: open files, locks, generators."
-            + see("values-between-layers")
+            f"object of type {self.kind!r} from an earlier stage, but it was not sent, as pickle "
+            "cannot store it and load it again: `pickle.loads(pickle.dumps(...))` says why. Put "
+            "the layer into the last stage (balance=...), or leave out of the object what pickle "
+            "refuses: open files, locks, generators." + see("values-between-layers")
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -353,21 +360,45 @@ def computed_from(source: str) -> str:
     return source if source.startswith(begin) else begin + source
 
 
-_LEAVES = (Tensor, TensorDescription)
+LEAVES = (Tensor, TensorDescription)
+
+
+def _described(tree: Any, leaf: Callable[[Any], Any], if_refused: Callable[[Any], Any]) -> Any:
+    """Replace tensors in an object without a call of a class that may refuse what replaces them.
+
+    Args:
+        tree: the object.
+        leaf: returns the replacement of a tensor or description.
+        if_refused: returns that of a part that pickle cannot store and load again.
+    """
+
+    def other(value: Any) -> Any:
+        try:
+            rest, taken = take_apart(value, LEAVES)
+            if not taken:
+                return value
+            put_together(rest, taken)
+        except PICKLE_ERRORS:
+            return if_refused(value)
+        return TakenApart(rest, [leaf(each) for each in taken])
+
+    return object_map(LEAVES, leaf, tree, other)
 
 
 def with_descriptions(tree: Any) -> Any:
     """Replace the tensors in an object by descriptions; those that it has stay."""
     if isinstance(tree, Tensor):
         return TensorDescription.of(tree)
-    return object_map(
-        _LEAVES, lambda leaf: TensorDescription.of(leaf) if isinstance(leaf, Tensor) else leaf, tree
+    return _described(
+        tree,
+        lambda leaf: TensorDescription.of(leaf) if isinstance(leaf, Tensor) else leaf,
+        lambda refused: refused,
     )
 
 
 def values_in(tree: Any) -> list[Any]:
     """Return the tensors, and the descriptions of tensors, in an object."""
-    return object_leaves(tree, _LEAVES)
+    return object_leaves(tree, LEAVES)
 
 
 def sendable(tree: Any, sends: Callable[[int], bool], owner: str) -> Any:
@@ -384,10 +415,7 @@ def sendable(tree: Any, sends: Callable[[int], bool], owner: str) -> Any:
         is_sent = sends(next(indices))
         return TensorDescription.of(value) if isinstance(value, Tensor) and not is_sent else value
 
-    def if_not_pickled(value: Any) -> Any:
-        return Unsendable(type(value).__name__, owner)
-
-    return object_map(_LEAVES, leaf, tree, if_not_pickled)
+    return _described(tree, leaf, lambda value: Unsendable(type(value).__name__, owner))
 
 
 def with_tensors(tree: Any, leaf: Callable[[int, Any], Tensor]) -> Any:
@@ -398,4 +426,12 @@ def with_tensors(tree: Any, leaf: Callable[[int, Any], Tensor]) -> Any:
         leaf: returns the replacement of a tensor or description; its first argument is the index.
     """
     indices = count()
-    return object_map(_LEAVES, lambda value: leaf(next(indices), value), tree)
+    return object_map(
+        (TakenApart, *LEAVES),
+        lambda value: (
+            put_together(value.rest, [leaf(next(indices), each) for each in value.taken])
+            if isinstance(value, TakenApart)
+            else leaf(next(indices), value)
+        ),
+        tree,
+    )

@@ -34,6 +34,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from lightning_axosparse.pipeline.crossing.front_values import READS
 from lightning_axosparse.pipeline.crossing.message import Activation, Place, SidePlace, Value
 from lightning_axosparse.pipeline.crossing.placeholder import (
     GRADIENT_HOOKS,
+    LEAVES,
     Outcome,
     Placeholder,
     TensorDescription,
@@ -58,7 +60,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     with_tensors,
 )
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
-from lightning_axosparse.support.object_trees import object_leaves
+from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import (
     PausableMode,
     entered_modes,
@@ -225,7 +227,8 @@ class DerivedValues(PausableMode):
         if isinstance(last, TensorDescription):
             output = values.pop(Place(layer, 0, 0), last)
         else:
-            output = with_tensors(last, lambda leaf, form: values.pop(Place(layer, 0, leaf), form))
+            leaves = (Place(layer, 0, leaf) for leaf in count())
+            output = object_map(LEAVES, lambda form: values.pop(next(leaves), form), last)
             last = self._form(last, layer)
         forms = tuple((index, form) for index, form in self._forms.items() if form != last)
         for tensor, version in self._versions:

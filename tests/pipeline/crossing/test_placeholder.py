@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.overrides import TorchFunctionMode
 
 from lightning_axosparse.pipeline.crossing.placeholder import (
@@ -23,7 +24,12 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     attribute_tensors,
     reachable_objects,
     run_on_meta,
+    sendable,
+    values_in,
+    with_descriptions,
+    with_tensors,
 )
+from tests.support.test_object_trees import OfTwo
 
 DOES: dict[str, Callable[[Tensor], Any]] = {
     "makes": lambda x: x.exp(),
@@ -134,3 +140,16 @@ def test_code_of_an_earlier_stage_writes_into_what_is_not_sent_and_reads_nothing
     for read in (lambda: left.layer_type, lambda: left["kind"]):  # type: ignore[attr-defined]
         with pytest.raises(MisconfigurationException, match="wants an object of type 'Inter"):
             read()
+
+
+def test_an_object_is_put_together_where_it_arrives_and_not_sent_if_it_cannot_be() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    sent = sendable([packed, OfTwo(torch.ones(2), 1), 5], lambda leaf: leaf == 0, "layers.0")
+    data, sizes = values_in(sent)
+    assert data is packed.data
+    assert sizes == with_descriptions(packed.batch_sizes)
+    assert sent[1:] == [Unsendable("OfTwo", "layers.0"), 5]
+    assert with_descriptions(sent)[0] == with_descriptions(packed)
+    arrived = with_tensors(sent, lambda leaf, value: (packed.data, packed.batch_sizes)[leaf])
+    assert isinstance(arrived[0], PackedSequence)
+    assert all(map(torch.equal, arrived[0][:2], packed[:2]))
