@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Net, difference, fit, trainer
+from tests.parity.cases import FEATURES, Net, difference, fit, trainer
 from tests.ranks import run_ranks
 
 
@@ -86,6 +86,28 @@ class Reading(Net):
         torch.save(self.state_dict(), io.BytesIO())
 
 
+class Reversible(nn.Linear):
+    def inverse(self, y: Tensor) -> Tensor:
+        return (y - self.bias) @ self.weight
+
+
+class Inverting(Net):
+    """Uses its layers by another method than ``forward``, from the last one on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Reversible(FEATURES, FEATURES) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in reversed(self.model):
+            x = layer.inverse(x)
+        return x.square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Call no layer."""
+
+
 MODULES = {"asking": Asking, "partly": Partly}
 
 
@@ -134,6 +156,15 @@ def test_what_is_not_known_raises_and_can_be_had(ranks: list[Any]) -> None:
         for name, pair in expected.items():
             for ours, theirs in zip(whole[name], pair, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_layer_that_is_used_by_another_method_is_refused_at_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = r"^'model\.3\.\w+' belongs to another stage of the pipeline.* call each layer itself"
+    with pytest.raises(RuntimeError, match=words):
+        train(Inverting, strategy(), 2)
+    assert "raised" not in "".join(capfd.readouterr()), "the batch has run again"
 
 
 def test_a_penalty_in_the_loss_where_one_process_has_all_stages() -> None:

@@ -36,6 +36,22 @@ NORMS = (1.0, 2.0, torch.inf)
 """The exponents of the norms of gradients that stages send each other."""
 
 
+class RemoteValueError(MisconfigurationException, RuntimeError):
+    """Code reads values of a tensor that another stage stores."""
+
+    @classmethod
+    def of(cls, name: str) -> RemoteValueError:
+        """Return the error for the tensor ``name``."""
+        return cls(
+            f"{name!r} belongs to another stage of the pipeline: on this rank it has a shape, but "
+            "no values. A step has to call each layer itself, not another of its methods. In "
+            "hooks, iterate `trainer.strategy.whole_parameters()` in place of `named_parameters()`"
+            ", on every rank and to its end, for values and gradients; for a file of all weights "
+            "call `trainer.save_checkpoint`. In place of a penalty in the loss, give the optimizer "
+            "its `weight_decay`." + see("values-between-layers")
+        )
+
+
 class RemoteTensor(Tensor):
     """A meta tensor in place of one that another stage stores, or of one computed from it.
 
@@ -100,13 +116,13 @@ class RemoteTensor(Tensor):
             with plain_torch_functions(), draws:
                 result = func(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise RuntimeError(_MESSAGE.format(name=remotes[0].origin)) from error
+            raise RemoteValueError.of(remotes[0].origin) from error
         results = tensors_in(result)
         if not results:
             return result
         if not (_makes_new(func) or all(tensor.is_meta for tensor in results)):
             # Some kernels treat a meta tensor as one without elements.
-            raise RuntimeError(_MESSAGE.format(name=remotes[0].origin))
+            raise RemoteValueError.of(remotes[0].origin)
         if _changes_in_place(func):
             for remote in remotes:
                 remote.norms.clear()
@@ -157,7 +173,7 @@ class RemoteTensor(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(_MESSAGE.format(name=self.origin))
+        raise RemoteValueError.of(self.origin)
 
 
 class _RealDraws(TorchDispatchMode):
@@ -197,13 +213,6 @@ def _may_draw(func: Callable[..., Any]) -> bool:
     return any(is_random(getattr(operator, overload)) for overload in operator.overloads())
 
 
-_MESSAGE = (
-    "{name!r} belongs to another stage of the pipeline: on this rank it has a shape, but no "
-    "values. In hooks, iterate `trainer.strategy.whole_parameters()` in place of "
-    "`named_parameters()`, on every rank and to its end, for values and gradients; for a file of "
-    "all weights call `trainer.save_checkpoint`. In place of a penalty in the loss, give the "
-    "optimizer its `weight_decay`." + see("values-between-layers")
-)
 _TENSOR: Any = Tensor
 # If this were a property of the class, torch itself would treat the tensor as one with memory.
 _DEVICE = _TENSOR.device.__get__
