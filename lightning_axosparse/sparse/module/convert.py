@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
@@ -41,6 +42,7 @@ from lightning_axosparse.support.arguments import (
     validate_mask,
 )
 from lightning_axosparse.support.memory import release_freed_memory, release_library
+from lightning_axosparse.support.torch_internals import is_compiled
 from lightning_axosparse.support.troubleshooting import see
 
 
@@ -126,6 +128,7 @@ def sparsify(
         entry.form.compute_by(Backend(compute, measured))
     renew_reducers(module)
     load_loops_of(module)
+    _warn_of_compiled_layers(module)
     release_freed_memory()
 
 
@@ -234,6 +237,20 @@ def load_loops_of(module: nn.Module) -> None:
         for load in needed:
             load()
     release_library("libllvmlite")
+
+
+def _warn_of_compiled_layers(module: nn.Module) -> None:
+    """Warn that layers do not use the loops which :func:`load_loops_of` loads for them."""
+    for name, part in module.named_modules():
+        entries = sparse_parameters(part).values() if is_compiled(part) else ()
+        if any(True for entry in entries for _ in _loops_of(entry)):
+            warnings.warn(
+                f"{name or 'The module'!r} is compiled: on a CPU, compiled code makes its sparse "
+                "weights dense at each use, which takes longer than without `compile()`."
+                + see("sparse-storage"),
+                stacklevel=2,
+            )
+            return
 
 
 def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:

@@ -69,6 +69,15 @@ def test_densify_gives_the_module_back(model, masks, masked):
         assert torch.equal(one, other), name
 
 
+@pytest.mark.parametrize(("compute", "warned"), [("sparse", ["'1' is compiled"]), ("dense", [])])
+def test_compiled_layers_are_warned_of(compute, warned, recwarn):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model[1].compile()
+    sparsify(model, random_masks(model), compute=compute)
+    said = [str(each.message).partition(":")[0] for each in recwarn]
+    assert [text for text in said if "is compiled" in text] == warned
+
+
 def test_recurrent_modules_come_back_too():
     rnn, inputs = nn.LSTM(4, 3), torch.randn(5, 2, 4)
     masks = random_masks(rnn)
