@@ -10,11 +10,11 @@ parameters, one tensor at a time, so that neither a rank nor a buffer ever holds
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -181,26 +181,6 @@ def _assign(owner: Any, name: str, value: Any) -> None:
         set_metrics(owner, name, value)
     else:
         vars(owner)[name] = value
-
-
-@runtime_checkable
-class ReturnsShard(Protocol):
-    """A strategy whose ranks each store, and return, only a part of the module."""
-
-    def keep_sharded(self) -> None:
-        """Leave the module sharded when a run ends; then :meth:`release_shard` is called."""
-
-    def release_shard(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that this rank returns, by name, dense, and free them one by one."""
-
-
-def returned_tensors(strategy: Strategy, rank: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a rank returns after a run; without sharding, rank 0 returns all."""
-    if isinstance(strategy, ReturnsShard):
-        yield from strategy.release_shard()
-    elif rank == 0 and strategy.lightning_module is not None:
-        module = strategy.lightning_module
-        yield from chain(module.named_parameters(), module.named_buffers())
 
 
 def write_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:

@@ -26,12 +26,7 @@ from lightning_axosparse.distributed.rank_status import mark_finished, publish, 
 from lightning_axosparse.strategy.compat.callbacks import run_until_tuned
 from lightning_axosparse.strategy.compat.lockstep import cause_of, save_together
 from lightning_axosparse.strategy.launcher.call import Call, ProcessState
-from lightning_axosparse.strategy.launcher.changes import (
-    ReturnsShard,
-    Snapshot,
-    returned_tensors,
-    write_tensors,
-)
+from lightning_axosparse.strategy.launcher.changes import Snapshot, write_tensors
 from lightning_axosparse.strategy.launcher.failure import FailureReport
 from lightning_axosparse.strategy.launcher.pickling import load, save
 from lightning_axosparse.strategy.launcher.stub import signal_when_parent_ends
@@ -104,12 +99,12 @@ def _run(call: Call, folder: Path, rank: int) -> None:
     """Call the function and write this rank's weights; on rank 0 also its result and changes."""
     snapshot = Snapshot(call.named_objects) if rank == 0 else None
     strategy: Any = None if call.trainer is None else call.trainer.strategy
-    if isinstance(strategy, ReturnsShard):
+    if strategy is not None:
         strategy.keep_sharded()
     function = partial(call.function, *call.args, **call.kwargs)
     value = function() if call.trainer is None else run_until_tuned(call.trainer, function)
     if strategy is not None:
-        write_tensors(returned_tensors(strategy, rank), folder / f"weights-{rank}")
+        write_tensors(strategy.release_shard(), folder / f"weights-{rank}")
     if snapshot is not None:
         changes = None if call.trainer is None else snapshot.changes()
         result = value, changes, ProcessState.of_this_process()

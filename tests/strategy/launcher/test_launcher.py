@@ -12,6 +12,8 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
@@ -59,6 +61,14 @@ class Ranks(SingleDeviceStrategy):
     @property
     def is_global_zero(self) -> bool:
         return placement().rank == 0
+
+    def keep_sharded(self) -> None:
+        pass
+
+    def release_shard(self) -> Iterator[tuple[str, Tensor]]:
+        module = self.lightning_module
+        if self.is_global_zero and module is not None:
+            yield from chain(module.named_parameters(), module.named_buffers())
 
 
 class Model(BoringModel):
