@@ -42,6 +42,7 @@ from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
     await_collective,
     backward_passes_by,
+    in_func_transform,
     never_compiled,
     not_compiled,
     paused,
@@ -213,6 +214,8 @@ class PipelinedLayers:
             current = self._current
             if current is None:
                 return self._outside_step(places, compute, *args, **kwargs)
+            if in_func_transform():
+                self._refuse_transform(places[0])
             run, part = current.run, current.part
             index = run.next_layer if run.next_layer in places else places[0]
             if index != run.next_layer or run.received.content.is_empty:
@@ -245,6 +248,14 @@ class PipelinedLayers:
 
         # The index of the next layer would become a symbol in what `layer.compile()` makes.
         return not_compiled(forward)
+
+    def _refuse_transform(self, index: int) -> NoReturn:
+        raise MisconfigurationException(
+            f"Layer {self.names[index]!r} is called inside a transform of torch.func, such as vmap "
+            "or grad, which cannot follow values from stage to stage. Transform functions inside a "
+            "layer or behind the layers, or train on one stage: g_inter=1 with microbatches=1."
+            + see("steps")
+        )
 
     def _run_backward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a backward pass; inside a run of the step, it is the user's."""

@@ -263,9 +263,16 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None
 
 
+batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+"""Returns whether a tensor is a batch of ``autograd.grad(is_grads_batched=True)``."""
+
+in_func_transform: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Returns whether code runs inside a transform of ``torch.func``, such as ``vmap``."""
+
+
 def transformed() -> bool:
-    """Return whether :func:`forward_mode` is true, or a transform such as ``vmap`` is active."""
-    return torch._C._are_functorch_transforms_active() or forward_mode()
+    """Return whether :func:`forward_mode` or :func:`in_func_transform` is true."""
+    return in_func_transform() or forward_mode()
 
 
 def observed() -> bool:
@@ -273,9 +280,8 @@ def observed() -> bool:
 
     A default device is a mode, too, but observes nothing.
     """
-    if not torch._C._is_torch_function_mode_enabled():
-        return False
-    return any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
+    modes = _get_current_function_mode_stack() if torch._C._is_torch_function_mode_enabled() else []
+    return any(not isinstance(mode, DeviceContext) for mode in modes)
 
 
 def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -284,11 +290,6 @@ def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> 
     That code takes a third of the time of a call.
     """
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
-
-
-def batched(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a batch of ``autograd.grad(is_grads_batched=True)``."""
-    return torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
 def backward_transformed(gradient: Tensor) -> bool:

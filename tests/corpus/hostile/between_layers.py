@@ -167,3 +167,9 @@ class SkipsABatchByItsNumber(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@entry()
+class MapsItsLayersOverSamples(Layers):
+    def forward(self, x: Tensor) -> Any:
+        return torch.vmap(self.model)(x)
