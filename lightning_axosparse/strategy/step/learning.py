@@ -243,12 +243,13 @@ class StepLearner:
             known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
 
     def _warn_of_failure(self, known: LoaderSteps, step: Batch) -> None:
-        """Warn of an error in a run on a micro-batch, on the rank that has raised it."""
-        for error in step.failures[: not known.undivided]:
+        """Warn of the first error in a run on a micro-batch, on the rank that has raised it."""
+        if step.failures and not known.undivided:
             warnings.warn(
                 f"A run of {self._where(step)}, on one of {len(step.microbatches)} micro-batches, "
-                f"raised {error}\nSo the batch runs as one micro-batch, on one stage after the "
-                "other. The result is exact, but stages wait for each other." + see("batches"),
+                f"raised {step.failures[0]}\nSo the batch runs as one micro-batch, on one stage "
+                "after the other. The result is exact, but stages wait for each other."
+                + see("batches"),
                 stacklevel=2,
             )
 
