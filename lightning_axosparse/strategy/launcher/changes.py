@@ -38,7 +38,7 @@ _LIBRARIES = (
     *("lightning_axosparse.", "torch.", "torchmetrics."),
 )
 # Attributes of every module, such as hooks, that belong to one process.
-_MODULE_INTERNALS = frozenset(vars(LightningModule())) - {
+_MODULE_INTERNALS = {*vars(LightningModule()), "_compiled_call_impl"} - {
     "_modules",
     "_parameters",
     "_buffers",

@@ -4,7 +4,8 @@ Tensors are saved by torch, and code of ``__main__`` and notebooks by value (clo
 that both have (the trainer, the module, a callback) is saved as its name, and loaded as the object
 of that name. Classes and functions of ``__main__`` are added to the ``__main__`` of the process
 that loads them, because code looks them up there by name: pickle for the hyperparameters in a
-checkpoint, jsonargparse for the classes in a configuration.
+checkpoint, jsonargparse for the classes in a configuration. On ranks functions of ``__main__`` have
+its names as globals, too, which ``torch.compile`` looks up in the module.
 """
 
 from __future__ import annotations
@@ -40,16 +41,28 @@ def save(value: Any, file: Path | BinaryIO, named: Mapping[str, Any] | None = No
     torch.save(value, file, pickle_module=module, pickle_protocol=_PROTOCOL)
 
 
-def load(file: Path | BinaryIO, named: Mapping[str, Any] | None = None) -> Any:
+def load(
+    file: Path | BinaryIO,
+    named: Mapping[str, Any] | None = None,
+    main: dict[str, Any] | None = None,
+) -> Any:
     """Read what :func:`save` wrote; names become the objects of ``named``.
 
     Tensors of a path are mapped from the file, copy-on-write.
+
+    Args:
+        file: the file.
+        named: the objects, by name.
+        main: the dict in which functions of ``__main__`` find their globals; None for a new one,
+            so that they change none here.
     """
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            if (module, name) == (_load_by_name.__module__, _load_by_name.__qualname__):
+            if (module, name) == (__name__, _load_by_name.__qualname__):
                 return (named or {}).__getitem__
+            if main is not None and (module, name) == (__name__, _new_globals.__qualname__):
+                return lambda _: main
             return super().find_class(module, name)
 
     module = SimpleNamespace(__name__="pickle", Unpickler=Unpickler, load=pickle.load)
@@ -120,8 +133,25 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f".{name}", part) for name, part in getattr(value, "__dict__", {}).items())
 
 
+class _MainGlobals(dict[str, Any]):
+    """Stands for the globals of functions of ``__main__``, which pickle their own names."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_globals, (dict(self),)
+
+
+def _new_globals(names: dict[str, Any]) -> dict[str, Any]:
+    """Return the globals of functions of ``__main__``, unless :func:`load` is given others."""
+    return names
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     names: Mapping[int, str] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        main = vars(sys.modules["__main__"])
+        self.globals_ref[id(main)] = _MainGlobals(__name__="__main__")
 
     def reducer_override(self, value: Any) -> Any:
         if id(value) in self.names:

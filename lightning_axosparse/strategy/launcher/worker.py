@@ -63,10 +63,11 @@ def main(path: str, stub: str, parent: str) -> None:
         watchdog.before_abort.append(partial(_report, folder, stub))
         # Replaces this module, whose names the caller's `__main__` may use, too.
         sys.modules["__main__"] = ModuleType("__main__")
-        call = cast(Call, load(folder / "call"))
+        main = vars(sys.modules["__main__"])
+        call = cast(Call, load(folder / "call", main=main))
         check_connected()
         call.state.restore()
-        vars(sys.modules["__main__"]).update(call.main)
+        main.update(call.main)
         _run(call, folder, world.rank)
         mark_finished()
         (folder / f"done-{stub}").touch()

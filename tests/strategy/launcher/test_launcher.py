@@ -394,6 +394,7 @@ def test_after_ctrl_c_ranks_save_and_the_next_call_can_be_interrupted(tmp_path):
 
 SCRIPT = '''
 import pickle
+import sys
 from pathlib import Path
 import torch
 import torch._dynamo
@@ -401,9 +402,17 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch import Trainer
 from tests.strategy.launcher.test_launcher import Ranks
 
+where = "caller"
+
+def say_where():
+    return where
+
 class Mine(BoringModel):
     def on_train_start(self):
+        global where
         print("a rank of", type(self).__name__)
+        assert globals() is vars(sys.modules["__main__"])  # torch.compile looks names up there.
+        where, self.say_where = "rank", say_where
         torch.backends.cudnn.benchmark = True
         with torch.backends.mkldnn.flags(enabled=False):
             torch._dynamo.config.suppress_errors = not torch.backends.quantized.engine
@@ -432,7 +441,7 @@ def stop(self):
 
 model = Mine()
 Trainer(strategy=Ranks(RANKS), accelerator="auto", barebones=True, max_steps=2).fit(model)
-print("returned", type(model.made_on_a_rank) is Part)
+print("returned", type(model.made_on_a_rank) is Part, model.say_where(), "and", where)
 model.on_train_end = stop.__get__(model)
 try:
     Trainer(strategy=Ranks(RANKS), accelerator="auto", barebones=True, max_steps=2).fit(model)
@@ -455,7 +464,7 @@ def test_from_a_script_without_a_file(how, tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("a rank of Mine\nreturned True\na rank of Mine\n")
+    assert done.stdout.startswith("a rank of Mine\nreturned True rank and caller\na rank of Mine\n")
     assert done.stdout.endswith("stopped at step 3\n")
 
 
@@ -472,7 +481,7 @@ def test_from_a_notebook(tmp_path):
     client.execute(env={**os.environ, "PYTHONPATH": path})
     shown = "".join(out["text"] for out in cells[-1].outputs if out.get("name") == "stdout")
     assert shown.count("a rank of Mine") == 4
-    assert "returned True\n" in shown
+    assert "returned True rank and caller\n" in shown
     assert shown.endswith("stopped at step 3\n")
 
 
