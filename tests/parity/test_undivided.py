@@ -247,7 +247,9 @@ ROWS: dict[str, type[Validated]] = {
         *(
             WithCentered,
             WithMasked,
+            WithBiased,
             Branches,
+            BranchesOfMean,
             Scaled,
             OverSamples,
             OfGivenSize,
