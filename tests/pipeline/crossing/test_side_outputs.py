@@ -223,12 +223,18 @@ KEEP: dict[str, Callable[[list[Any], Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("what", KEEP)
-def test_what_a_hook_inside_a_layer_keeps_is_sent(what: str) -> None:
+def test_what_a_hook_keeps_is_sent(what: str, inside: bool) -> None:
+    """Also what a hook of a layer keeps, behind one that changes the output."""
+
     def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
         kept: list[Any] = []
         for layer in model:
-            layer.act.register_forward_hook(lambda m, args, output: KEEP[what](kept, args, output))
+            module = layer.act if inside else layer
+            if not inside:
+                layer.register_forward_hook(lambda m, args, output: output + 1)
+            module.register_forward_hook(lambda m, args, output: KEEP[what](kept, args, output))
 
         def loss(x: Tensor) -> Tensor:
             kept.clear()
@@ -236,42 +242,6 @@ def test_what_a_hook_inside_a_layer_keeps_is_sent(what: str) -> None:
             assert len(kept) == LAYERS
             leaves = object_leaves(kept, Tensor)
             return y.mean() + sum(t.mean() * (i + 1) for i, t in enumerate(leaves))
-
-        return loss
-
-    assert_as_on_one_process(prepare)
-
-
-@pytest.mark.parametrize(
-    "what", [what for what in KEEP if "given" not in what and "input" not in what]
-)
-def test_what_a_hook_of_a_layer_keeps_is_sent(what: str) -> None:
-    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
-        kept: list[Any] = []
-        for layer in model:
-            layer.register_forward_hook(lambda m, args, output: output + 1)
-            layer.register_forward_hook(lambda m, args, output: KEEP[what](kept, args, output))
-
-        def loss(x: Tensor) -> Tensor:
-            kept.clear()
-            y = model(x)
-            assert len(kept) == LAYERS
-            return y.mean() + sum(t.mean() * (i + 1) for i, t in enumerate(kept))
-
-        return loss
-
-    assert_as_on_one_process(prepare)
-
-
-def test_what_a_hook_keeps_of_a_layers_input_is_sent() -> None:
-    def prepare(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
-        kept: list[Tensor] = []
-        for layer in model:
-            layer.register_forward_hook(lambda m, args, output: kept.append(args[0].exp()))
-
-        def loss(x: Tensor) -> Tensor:
-            kept.clear()
-            return model(x).mean() + sum(t.mean() for t in kept)
 
         return loss
 
