@@ -147,13 +147,6 @@ def test_values_that_do_not_fit() -> None:
         decode(values, EYE, torch.float32)
 
 
-def test_a_mask_has_one_bit_an_entry(originals: dict[str, Any]) -> None:
-    state = originals["ticket"].state_dict()
-    state["masks"]["bits"]["0.weight"] = state["masks"]["bits"]["0.weight"][1:]
-    with pytest.raises(CorruptFileError, match=r"'0\.weight' does not have one bit per entry"):
-        Ticket.from_state_dict(state)
-
-
 def test_files_of_older_versions_raise(originals: dict[str, Any], tmp_path: Path) -> None:
     state = {**originals["ticket"].state_dict(), "format": "lightning_axosparse.Ticket/1"}
     torch.save(state, tmp_path / "old.ticket")

@@ -66,7 +66,7 @@ def test_masks_take_one_bit_an_entry():
 def test_a_state_whose_bits_do_not_fit_the_shape_is_rejected():
     state = MaskBits({"w": torch.ones(4, 4, dtype=torch.bool)}).state_dict()
     longer = MaskBits({"w": torch.ones(4, 6, dtype=torch.bool)}).state_dict()
-    with pytest.raises(CorruptFileError, match="one bit per entry"):
+    with pytest.raises(CorruptFileError, match="'w' does not have one bit per entry"):
         MaskBits.from_state_dict({**state, "bits": longer["bits"]})
 
 
@@ -103,19 +103,10 @@ def test_the_extremes():
         assert mask_distance(distance, {}, {}, set()) == 0
 
 
-def test_it_tells_independent_masks_from_settled_ones_where_hamming_does_not():
-    torch.manual_seed(0)
-    one, other = ({"w": torch.rand(300, 300) < 0.05} for _ in range(2))
-    assert mask_distance("hamming", one, other, {"w"}) < 0.1
-    assert mask_distance("relative", one, other, {"w"}) > 0.9
-
-
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.8, 0.98])
 def test_independent_masks_are_one_apart_by_the_relative_distance_at_every_ratio(ratio):
     torch.manual_seed(0)
     one, other = ({"w": torch.rand(1000, 1000) >= ratio} for _ in range(2))
     assert mask_distance("relative", one, other, {"w"}) == pytest.approx(1, rel=0.02)
-    assert mask_distance("relative", one, one, {"w"}) == 0
-    assert mask_distance("relative", {}, {}, set()) == 0
     half = {"w": torch.where(torch.arange(1000) < 500, one["w"], other["w"])}
     assert mask_distance("relative", one, half, {"w"}) == pytest.approx(0.5, rel=0.02)

@@ -98,13 +98,6 @@ def test_conversions_to_python_numpy_and_bytes(weight, dense):
     assert torch.equal(copy.deepcopy(weight.detach()), dense)
 
 
-def test_the_gradient_is_that_of_the_kept_entries(weight, values, dense, mask):
-    inputs = torch.randn(3, 6)
-    F.linear(inputs, weight).square().sum().backward()
-    F.linear(inputs, dense).square().sum().backward()
-    assert torch.equal(values.grad, dense.grad[mask])
-
-
 @pytest.mark.parametrize("read", [torch.clone, torch.t, torch.flatten, Tensor.contiguous])
 def test_the_gradient_of_a_sum_is_one(weight, values, mask, read):
     """Its gradient is one number, seen at every entry."""
