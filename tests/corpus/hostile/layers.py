@@ -12,27 +12,11 @@ from tests.corpus.harness import entry
 from tests.corpus.modules import OUTPUTS, Regression
 
 
-class Standardize(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(0)) / (x.std(0) + 1e-3)
-
-
 class CentreInTraining(nn.Module):
     """Has no state at all, and does nothing in evaluation mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0, keepdim=True) if self.training else x
-
-
-class RecurrentOverSamples(nn.Module):
-    """An LSTM that gets a matrix takes the samples for time steps."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.cell = nn.GRU(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.cell(x)[0]
 
 
 class VectorQuantizer(nn.Module):
@@ -52,24 +36,10 @@ class VectorQuantizer(nn.Module):
 
 
 @entry()
-class StandardizesOnTheLastStage(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.insert(4, Standardize())
-
-
-@entry()
 class CentresInTrainingOnTheFirstStage(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.model.insert(1, CentreInTraining())
-
-
-@entry()
-class RecursOverSamples(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.insert(4, RecurrentOverSamples(12))
 
 
 @entry()

@@ -14,14 +14,6 @@ from tests.corpus.modules import Classification, Regression
 
 
 @entry(Classification)
-def mixup_by_a_permutation(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    weight = float(np.random.beta(1.0, 1.0))
-    index = torch.randperm(x.size(0))
-    logits = self(weight * x + (1 - weight) * x[index])
-    return weight * F.cross_entropy(logits, y) + (1 - weight) * F.cross_entropy(logits, y[index])
-
-
-@entry(Classification)
 def mixup_by_torch_beta(self: Any, x: Tensor, y: Tensor) -> Tensor:
     weight = torch.distributions.Beta(0.4, 0.4).sample()
     index = torch.randperm(len(x))

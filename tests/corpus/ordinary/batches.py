@@ -82,24 +82,6 @@ def stream_of_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self(x), y)
 
 
-def _time_first(samples: list[Any]) -> Any:
-    return torch.stack([x[:, None] for x, _ in samples], 1), torch.stack([y for _, y in samples])
-
-
-def _split_time_first(batch: Any, parts: int) -> list[Any]:
-    return list(zip(batch[0].chunk(parts, 1), batch[1].chunk(parts), strict=True))
-
-
-@entry(
-    Regression,
-    loaders=lambda seed: DataLoader(Regression.dataset(seed), 8, collate_fn=_time_first),
-    strategy={"split_batch": _split_time_first},
-)
-def time_first(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    x, y = batch
-    return F.mse_loss(self(x.squeeze(-1).T), y)
-
-
 def _padded(samples: list[Any]) -> Any:
     lengths = torch.tensor([int(row["lengths"]) for row in samples])
     rows = [row["words"][:n] for row, n in zip(samples, lengths, strict=True)]
