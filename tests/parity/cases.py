@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,6 +158,21 @@ def trainer(
 def fit(run: L.Trainer, module: L.LightningModule, extra: int = 0, **options: Any) -> Record:
     """Train on this module's own data, and return what happened."""
     run.fit(module, loader(1, extra=extra), loader(2, batches=3), **options)
+    return recorded(run, module)
+
+
+def trained(
+    make: Callable[[], L.LightningModule],
+    strategy: Any,
+    devices: int,
+    *loaders: DataLoader,
+    **options: Any,
+) -> Record:
+    """Make a module from seed 0, train it in float64, and return what happened."""
+    L.seed_everything(0, verbose=False)
+    module = make()
+    run = trainer(strategy, devices, **{"precision": "64-true", **options})
+    run.fit(module, *loaders)
     return recorded(run, module)
 
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, trained
+from tests.parity.rows import rows_in_process, rows_on_ranks
 from tests.parity.test_beyond_peers import Outputs, assert_same
-from tests.ranks import run_ranks
 
 SIZE, SAMPLES = 5, 4
 WEIGHTS = torch.linspace(0.5, 2, SIZE, dtype=torch.float64)
@@ -229,41 +228,30 @@ ROWS: dict[str, tuple[Callable[[], Reader], Callable[[list], Any], Any]] = {
 }
 
 
-def train(row: str, strategy: Any, ranks: int = 1) -> tuple[Record, list[Any], list[Any]]:
+# Four samples, in three micro-batches: two of one sample and one of two; or in two.
+OPTIONS = {row: {"microbatches": 3, "split_batch": split} for row, (_, _, split) in ROWS.items()}
+
+
+def train(row: str, strategy: Any = "auto", ranks: int = 1) -> tuple[Record, list[Any], list[Any]]:
     kind, collate, _ = ROWS[row]
-    L.seed_everything(0, verbose=False)
-    module, outputs = kind(), Outputs()
-    run = trainer(strategy, ranks, precision="64-true", max_epochs=2, callbacks=[outputs])
+    outputs = Outputs()
     training = DataLoader(Moments(11), SAMPLES, shuffle=True, collate_fn=collate)
     validation = DataLoader(Moments(SAMPLES), SAMPLES, collate_fn=collate)
-    run.fit(module, training, validation)
-    return recorded(run, module), outputs.trained, outputs.validated
-
-
-def train_rows(**options: Any) -> dict[str, Any]:
-    """Four samples, in three micro-batches: two of one sample and one of two; or in two."""
-    ranks = 1 if options else 2
-    return {
-        row: train(row, AxoSparseStrategy(2, 3, split_batch=split, **options), ranks)
-        for row, (_, _, split) in ROWS.items()
-    }
+    loaders = training, validation
+    record = trained(kind, strategy, ranks, *loaders, max_epochs=2, callbacks=[outputs])
+    return record, outputs.trained, outputs.validated
 
 
 @pytest.fixture(scope="module")
-def on_ranks() -> list[dict[str, Any]]:
-    return run_ranks(2, train_rows)
-
-
-@pytest.fixture(scope="module")
-def in_process() -> list[dict[str, Any]]:
-    return [train_rows(transport="loopback")]
+def runs() -> list[dict[str, Any]]:
+    return [*rows_on_ranks(2, train, OPTIONS), rows_in_process(2, train, OPTIONS)]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_pipeline_does_what_one_process_does(row: str, on_ranks: Any, in_process: Any) -> None:
-    record, trained, validated = train(row, "auto")
-    assert len(trained) == 6
-    for run in [*on_ranks, *in_process]:
-        assert difference(record, run[row][0]) <= 1e-12
-    for run in [on_ranks[0], *in_process]:  # The last stage returns all of the step's output.
-        assert_same(run[row][1:], (trained, validated))
+def test_a_pipeline_does_what_one_process_does(row: str, runs: list[dict[str, Any]]) -> None:
+    expected = train(row)
+    assert len(expected[1]) == 6
+    for run in runs:
+        assert difference(expected[0], run[row][0]) <= 1e-12
+    for run in runs[::2]:  # The last stage, of ranks the first, returns all of the step's output.
+        assert_same(run[row][1:], expected[1:])

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
-from tests.parity.cases import Record, difference, recorded, trainer
-from tests.ranks import run_ranks
+from lightning_axosparse import EarlyBirdTicket
+from tests.parity.cases import Record, difference, trained
+from tests.parity.rows import rows_with_ticket
 
 CLASSES, BATCH, STEPS = 5, 4, 4
 
@@ -197,52 +197,31 @@ NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+OPTIONS = {network: {"microbatches": 2, **own} for network, (_, own) in NETWORKS.items()}
+
+
 def train(network: str, strategy: Any, ranks: int = 1, ticket: bool = False) -> Record:
-    L.seed_everything(0, verbose=False)
-    module = Classifier(NETWORKS[network][0]())
     x = torch.randn(STEPS * BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(x.double(), torch.arange(len(x)) % CLASSES)
-    callbacks = [EarlyBirdTicket(0.5, every=1, draw_by=2)] if ticket else []
-    run = trainer(strategy, ranks, precision="64-true", max_epochs=2, callbacks=callbacks)
-    run.fit(module, DataLoader(data, BATCH), DataLoader(data, BATCH))
-    return recorded(run, module)
-
-
-def train_rows(ranks: int, ticket: bool, options: dict[str, Any]) -> dict[str, Record]:
-    return {
-        network: train(
-            network,
-            AxoSparseStrategy(**{"g_inter": ranks, "microbatches": 2, **own, **options}),
-            1 if "transport" in options else ranks,
-            ticket,
-        )
-        for network, (_, own) in NETWORKS.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[bool, dict[str, Record]]:
-    """Of each network, without and with a ticket that is drawn after two of eight steps."""
-    return {
-        ticket: {
-            network: train(network, AxoSparseStrategy() if ticket else "auto", ticket=ticket)
-            for network in NETWORKS
-        }
-        for ticket in (False, True)
-    }
+    return trained(
+        lambda: Classifier(NETWORKS[network][0]()),
+        strategy,
+        ranks,
+        DataLoader(data, BATCH),
+        DataLoader(data, BATCH),
+        max_epochs=2,
+        callbacks=[EarlyBirdTicket(0.5, every=1, draw_by=2)] if ticket else [],
+    )
 
 
 @pytest.fixture(scope="module", params=["one process", "ticket on ranks"])
-def runs(request: pytest.FixtureRequest) -> tuple[bool, list[dict[str, Record]]]:
-    """The records of every network on every rank, and whether a ticket was drawn."""
-    ticket = "ticket" in request.param
-    if "ranks" in request.param:
-        return ticket, run_ranks(2, train_rows, 2, ticket, {})
-    return ticket, [train_rows(3, ticket, {"transport": "loopback"})]
+def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Record], list[dict[str, Record]]]:
+    """The records of every network; a ticket is drawn after two of eight steps."""
+    return rows_with_ticket("ranks" in request.param, train, OPTIONS)
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_a_network_trains_as_on_one_process(network: str, runs: Any, expected: Any) -> None:
-    ticket, records = runs
-    for record in records:
-        assert difference(expected[ticket][network], record[network]) <= 1e-12
+def test_a_network_trains_as_on_one_process(network: str, runs: Any) -> None:
+    expected, ranks = runs
+    for records in ranks:
+        assert difference(expected[network], records[network]) <= 1e-12

@@ -6,7 +6,6 @@ step keeps. Router logits are those of `test_expert_losses`; attributes of layer
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, trained
 from tests.parity.networks import VOCABULARY, WIDTH, decoder, in_float64
-from tests.ranks import run_ranks
+from tests.parity.rows import rows_on_ranks
 
 LENGTH, LAYERS = 10, 4
 BATCH, STEPS, RANKS = 6, 5, 3
@@ -118,56 +116,34 @@ class Hooks(Blocks):
         return loss + sum(t.pow(2).mean() * (i + 1) for i, t in enumerate(self.kept)) / 100
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    "Llama": Inspected,
-    "hooks": Hooks,
-}
-# Row: case, strategy.
-ROWS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("Llama", {"microbatches": 3}),
-    "Llama recomputed": ("Llama", {"microbatches": 2, "recompute": "sqrt"}),
-    "hooks": ("hooks", {"microbatches": 3}),
-    "hooks recomputed": ("hooks", {"microbatches": 3, "recompute": 2}),
+# Row: network, arguments of the strategy.
+OF_LLAMA, OF_BLOCKS = {"pipeline": "network.model.layers"}, {"pipeline": "layers"}
+ROWS: dict[str, tuple[type[Case], dict[str, Any]]] = {
+    "Llama": (Inspected, {**OF_LLAMA, "microbatches": 3}),
+    "Llama recomputed": (Inspected, {**OF_LLAMA, "microbatches": 2, "recompute": "sqrt"}),
+    "hooks": (Hooks, {**OF_BLOCKS, "microbatches": 3}),
+    "hooks recomputed": (Hooks, {**OF_BLOCKS, "microbatches": 3, "recompute": 2}),
 }
 
 
-def train(case: str, strategy: Any, ranks: int = 1) -> Record:
-    L.seed_everything(0, verbose=False)
-    module = CASES[case]()
-    run = trainer(strategy, ranks, precision="64-true", max_epochs=1)
+def train(row: str, strategy: Any = "auto", ranks: int = 1) -> Record:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(1, VOCABULARY, (BATCH * STEPS, LENGTH), generator=generator)
-    run.fit(module, DataLoader(ids, batch_size=BATCH), DataLoader(ids[:12], batch_size=BATCH))
-    return recorded(run, module)
-
-
-def strategy(row: str) -> AxoSparseStrategy:
-    case, own = ROWS[row]
-    container = "layers" if case == "hooks" else "network.model.layers"
-    return AxoSparseStrategy(g_inter=RANKS, pipeline=container, **own)
-
-
-def train_rows() -> dict[str, Record]:
-    return {row: train(case, strategy(row), RANKS) for row, (case, _) in ROWS.items()}
+    loaders = (DataLoader(part, batch_size=BATCH) for part in (ids, ids[:12]))
+    return trained(ROWS[row][0], strategy, ranks, *loaders, max_epochs=1)
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Record]]:
     """The records of every row on every rank."""
-    return run_ranks(RANKS, train_rows)
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Record]:
-    """What one process does in each case."""
-    return {case: train(case, "auto") for case in CASES}
+    return rows_on_ranks(RANKS, train, {row: own for row, (_, own) in ROWS.items()})
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_what_layers_emit_reaches_the_loss_on_ranks(
-    row: str, runs: list[dict[str, Record]], expected: dict[str, Record]
+    row: str, runs: list[dict[str, Record]]
 ) -> None:
-    case, _ = ROWS[row]
-    assert len(expected[case].validated) == 1
+    expected = train(row)
+    assert len(expected.validated) == 1
     for records in runs:
-        assert difference(expected[case], records[row]) <= 1e-12
+        assert difference(expected, records[row]) <= 1e-12

@@ -21,9 +21,9 @@ from transformers import ViTConfig, ViTForImageClassification
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity import networks
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, trained
 from tests.parity.networks import VOCABULARY, WIDTH
-from tests.ranks import run_ranks
+from tests.parity.rows import rows_with_ticket
 
 LENGTH, LAYERS, CLASSES = 8, 3, 5
 BATCH, STEPS = 4, 5
@@ -192,43 +192,29 @@ ROWS: dict[str, tuple[Callable[[], Family], Callable[[], Dataset], dict[str, Any
 PRUNED = {"LoRA": {"*.lora_*": False}}
 
 
-def train(row: str, strategy: Any, ticket: bool, ranks: int = 1) -> Record:
-    L.seed_everything(0, verbose=False)
+OPTIONS = {row: {"microbatches": 2, **own} for row, (_, _, own) in ROWS.items()}
+
+
+def train(row: str, strategy: Any, ranks: int = 1, ticket: bool = False) -> Record:
     make, data, _ = ROWS[row]
-    module = make()
     early_bird = EarlyBirdTicket(0.5, every=1, draw_by=2, which=PRUNED.get(row))
-    callbacks = [early_bird] if ticket else []
-    run = trainer(
-        strategy, ranks, precision="64-true", max_epochs=1, limit_val_batches=1, callbacks=callbacks
-    )
     with mock.patch.object(Tensor, "float", Tensor.double):
-        run.fit(module, DataLoader(data(), BATCH), DataLoader(data(), BATCH))
-    return recorded(run, module)
-
-
-def train_rows(ranks: int, ticket: bool, options: dict[str, Any]) -> dict[str, Record]:
-    return {
-        row: train(
-            row,
-            AxoSparseStrategy(**{"g_inter": ranks, "microbatches": 2, **own, **options}),
-            ticket,
-            1 if options else ranks,
+        return trained(
+            make,
+            strategy,
+            ranks,
+            DataLoader(data(), BATCH),
+            DataLoader(data(), BATCH),
+            max_epochs=1,
+            limit_val_batches=1,
+            callbacks=[early_bird] if ticket else [],
         )
-        for row, (_, _, own) in ROWS.items()
-    }
 
 
 @pytest.fixture(scope="module", params=["ticket on ranks", "one process"])
 def runs(request: pytest.FixtureRequest) -> tuple[dict[str, Record], list[dict[str, Record]]]:
-    """The records of every network on one process and on every rank of a pipeline.
-
-    On real ranks a ticket is drawn after two of five steps.
-    """
-    if request.param == "one process":
-        expected = {row: train(row, "auto", ticket=False) for row in ROWS}
-        return expected, [train_rows(3, False, {"transport": "loopback"})]
-    expected = {row: train(row, AxoSparseStrategy(), ticket=True) for row in ROWS}
-    return expected, run_ranks(2, train_rows, 2, True, {})
+    """The records of every network; a ticket is drawn after two of five steps."""
+    return rows_with_ticket("ranks" in request.param, train, OPTIONS)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -244,4 +230,4 @@ def test_a_cache_that_recomputing_would_fill_twice_is_refused() -> None:
         g_inter=2, transport="loopback", pipeline="net.transformer.h", recompute=1
     )
     with pytest.raises(RuntimeError, match=r"'net\.transformer\.h\.\d'.*use_cache=False"):
-        train("GPT-2", strategy, ticket=False)
+        train("GPT-2", strategy)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MaxMetric
 
-from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, difference, recorded, trainer
-from tests.ranks import run_ranks
+from tests.parity.cases import Record, difference, trained
+from tests.parity.rows import rows_in_process, rows_on_ranks
 
 BATCHES, SAMPLES, WIDTH = 6, 8, 6
 F = nn.functional
@@ -367,6 +366,15 @@ class StoredBetween(Network):
         return x.square().mean()
 
 
+class LoggingNorm(Norm):
+    """Ranks find two reasons to run the first batch again: it mixes samples, and logs more."""
+
+    def loss(self, x: Tensor, index: int) -> Tensor:
+        x = self.residual(self.norm(self.embedding(x)))
+        self.log("mean", x.mean())
+        return x.square().mean()
+
+
 ROWS: dict[str, type[Network]] = {
     each.__name__: each
     for each in (
@@ -389,60 +397,32 @@ ROWS: dict[str, type[Network]] = {
             NormAsAttribute,
             LoggedBetween,
             StoredBetween,
+            LoggingNorm,
         ),
     )
 }
 
 
-def train(row: str, strategy: Any, ranks: int = 1) -> Record:
-    L.seed_everything(0, verbose=False)
-    x = torch.randn(BATCHES * SAMPLES, WIDTH, dtype=torch.float64)
-    module = ROWS[row]()
-    run = trainer(strategy, ranks, precision="64-true", max_epochs=2)
-    run.fit(module, DataLoader(TensorDataset(x), SAMPLES))
-    return recorded(run, module)
+OPTIONS: dict[str, dict[str, Any]] = {
+    # Of eight samples, two micro-batches have three and one has two.
+    **{row: {"pipeline": "layers", "microbatches": 3} for row in ROWS},
+    "LoggingNorm": {"pipeline": "layers", "microbatches": 4, "loss": "mean"},
+}
 
 
-def train_rows(**options: Any) -> dict[str, Record]:
-    """Eight samples, in three micro-batches of two and three samples."""
-    ranks = 1 if options else 2
-    strategy = {"pipeline": "layers", "microbatches": 3, **options}
-    return {row: train(row, AxoSparseStrategy(2, **strategy), ranks) for row in ROWS}
-
-
-class LoggingNorm(Norm):
-    """Ranks find two reasons to run the first batch again: it mixes samples, and logs more."""
-
-    def loss(self, x: Tensor, index: int) -> Tensor:
-        x = self.residual(self.norm(self.embedding(x)))
-        self.log("mean", x.mean())
-        return x.square().mean()
-
-
-def train_by_parts() -> Record:
-    strategy = AxoSparseStrategy(2, pipeline="layers", microbatches=4, loss="mean")
-    return train("LoggingNorm", strategy, 2)
-
-
-def test_ranks_learn_the_same_reasons_to_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROWS, "LoggingNorm", LoggingNorm)
-    record = train("LoggingNorm", "auto")
-    for run in run_ranks(2, train_by_parts):
-        assert difference(record, run) <= 1e-12
+def train(row: str, strategy: Any = "auto", ranks: int = 1) -> Record:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCHES * SAMPLES, WIDTH, dtype=torch.float64, generator=generator)
+    return trained(ROWS[row], strategy, ranks, DataLoader(TensorDataset(x), SAMPLES), max_epochs=2)
 
 
 @pytest.fixture(scope="module")
-def on_ranks() -> list[dict[str, Record]]:
-    return run_ranks(2, train_rows)
-
-
-@pytest.fixture(scope="module")
-def in_process() -> dict[str, Record]:
-    return train_rows(transport="loopback")
+def runs() -> list[dict[str, Record]]:
+    return [*rows_on_ranks(2, train, OPTIONS), rows_in_process(2, train, OPTIONS)]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_pipeline_does_what_one_process_does(row: str, on_ranks: Any, in_process: Any) -> None:
-    record = train(row, "auto")
-    for run in (*on_ranks, in_process):
+def test_a_pipeline_does_what_one_process_does(row: str, runs: list[dict[str, Record]]) -> None:
+    record = train(row)
+    for run in runs:
         assert difference(record, run[row]) <= 1e-12

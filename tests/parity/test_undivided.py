@@ -8,17 +8,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, trained
+from tests.parity.rows import rows_on_ranks
 from tests.parity.test_front import SAMPLES, WIDTH, Network
-from tests.ranks import run_ranks
 
 BATCHES = 5
 
@@ -272,39 +270,34 @@ def graphs(samples: list[tuple[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
     return nodes, torch.stack([index, index.roll(1)]), of_graph
 
 
-def train(row: str, strategy: Any, ranks: int = 1) -> Record:
-    L.seed_everything(0, verbose=False)
-    x = torch.randn(BATCHES * SAMPLES, WIDTH, dtype=torch.float64)
-    module, collate = ROWS[row](), graphs if row == "Graphs" else None
+# Eight samples, in four micro-batches.
+OPTIONS = {
+    row: {"pipeline": "layers", "microbatches": 4, "loss": network.declared}
+    for row, network in ROWS.items()
+}
+
+
+def train(row: str, strategy: Any = "auto", ranks: int = 1) -> tuple[Record, list[str]]:
+    """What happened, and the warnings."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(BATCHES * SAMPLES, WIDTH, dtype=torch.float64, generator=generator)
+    collate = graphs if row == "Graphs" else None
     loader = DataLoader(TensorDataset(x), SAMPLES, collate_fn=collate)
-    run = trainer(strategy, ranks, precision="64-true", max_epochs=2)
-    run.fit(module, loader, loader)
-    return recorded(run, module)
-
-
-def train_rows() -> dict[str, tuple[Record, list[str]]]:
-    """Eight samples, in four micro-batches."""
-    records = {}
-    for row in ROWS:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            strategy = AxoSparseStrategy(
-                2, microbatches=4, pipeline="layers", loss=ROWS[row].declared
-            )
-            record = train(row, strategy, ranks=2)
-        records[row] = record, [str(each.message) for each in said]
-    return records
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        record = trained(ROWS[row], strategy, ranks, loader, loader, max_epochs=2)
+    return record, [str(each.message) for each in said]
 
 
 @pytest.fixture(scope="module")
-def on_ranks() -> Any:
-    return run_ranks(2, train_rows)
+def on_ranks() -> list[dict[str, tuple[Record, list[str]]]]:
+    return rows_on_ranks(2, train, OPTIONS)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_a_batch_that_is_not_divided_is_that_of_one_process(row: str, on_ranks: Any) -> None:
-    record = train(row, "auto")
+    expected, _ = train(row)
     for rank in on_ranks:
-        assert difference(record, rank[row][0]) <= 1e-12
+        assert difference(expected, rank[row][0]) <= 1e-12
     said = [text for rank in on_ranks for text in rank[row][1]]
     assert any("stages wait for" in text for text in said)
