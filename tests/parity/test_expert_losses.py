@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, difference, free_port, join_ddp, recorded, trainer
+from tests.parity.cases import Record, difference, free_port, join_ddp, trained, trainer
 from tests.parity.networks import VOCABULARY as WORDS
 from tests.parity.networks import WIDTH, decoder, in_float64
 from tests.ranks import run_ranks
@@ -117,18 +117,15 @@ def samples(padded: bool = True) -> list[dict[str, Tensor]]:
 
 
 def train(
-    module: L.LightningModule, strategy: Any, ranks: int = 1, precision: Any = "64-true"
+    make: Callable[[], L.LightningModule], strategy: Any, ranks: int = 1, **options: Any
 ) -> Record:
-    run = trainer(strategy, ranks, precision=precision, max_epochs=1)
     batches = samples()
-    validation = DataLoader(batches[:BATCH], batch_size=BATCH)
-    run.fit(module, DataLoader(batches, batch_size=BATCH), validation)
-    return recorded(run, module)
+    loaders = (DataLoader(part, batch_size=BATCH) for part in (batches, batches[:BATCH]))
+    return trained(make, strategy, ranks, *loaders, max_epochs=1, **options)
 
 
 def own(name: str, strategy: Any, ranks: int = 1) -> Record:
-    L.seed_everything(0, verbose=False)
-    return train(OWN[name]().double(), strategy, ranks)
+    return train(OWN[name], strategy, ranks)
 
 
 def pipeline(stages: int, container: str = "layers", **options: Any) -> AxoSparseStrategy:
@@ -256,9 +253,7 @@ class Family(L.LightningModule):
 
 
 def family(name: str, strategy: Any, ranks: int = 1, masked: bool = True) -> Record:
-    L.seed_everything(0, verbose=False)
-    network = in_float64(FAMILIES[name](**EAGER))
-    return train(Family(network, masked), strategy, ranks)
+    return train(lambda: Family(in_float64(FAMILIES[name](**EAGER)), masked), strategy, ranks)
 
 
 @cache
@@ -282,10 +277,13 @@ def test_the_balance_without_a_mask() -> None:
 
 def as_it_comes(name: str, strategy: Any, ranks: int = 1) -> Record:
     """In single precision, with the default way of computing experts."""
-    L.seed_everything(0, verbose=False)
-    network = FAMILIES[name]()
-    assert network.config._experts_implementation == "grouped_mm"
-    return train(Family(network, masked=True), strategy, ranks, "32-true")
+
+    def make() -> Family:
+        network = FAMILIES[name]()
+        assert network.config._experts_implementation == "grouped_mm"
+        return Family(network, masked=True)
+
+    return train(make, strategy, ranks, precision="32-true")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

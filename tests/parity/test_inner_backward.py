@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Record, difference, recorded, trainer
+from tests.parity.cases import Record, difference, trained
 
 WIDTH, REFUSED = 6, "runs a backward pass of its own.*on another stage.*g_inter=1"
 
@@ -90,12 +90,9 @@ class PartlySeen(Module):
 
 
 def train(kind: type[Module], strategy: Any, devices: int = 1) -> Record:
-    L.seed_everything(0, verbose=False)
-    module = kind().double()
-    x = torch.randn(32, WIDTH, dtype=torch.float64)
-    run = trainer(strategy, devices, max_epochs=1)
-    run.fit(module, DataLoader(TensorDataset(x), 8))
-    return recorded(run, module)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, WIDTH, dtype=torch.float64, generator=generator)
+    return trained(kind, strategy, devices, DataLoader(TensorDataset(x), 8), max_epochs=1)
 
 
 @pytest.mark.parametrize("kind", [Module, Behind, Before])

@@ -20,15 +20,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import (
-    Record,
-    Recorder,
-    difference,
-    free_port,
-    join_ddp,
-    recorded,
-    trainer,
-)
+from tests.parity.cases import Record, Recorder, difference, free_port, join_ddp, trained
 from tests.ranks import run_ranks
 
 WORDS, WIDTH, LENGTH, IGNORED = 11, 8, 6, -100
@@ -234,18 +226,11 @@ class Outputs(Recorder):
             assert float(outputs["twice"]) == pytest.approx(2 * whole, rel=1e-14)
 
 
-def run(strategy: Any, ranks: int = 1, **options: Any) -> L.Trainer:
-    settings = {"max_epochs": 2, "use_distributed_sampler": False, **options}
-    return trainer(strategy, ranks, precision="64-true", **settings)
-
-
 def train(name: str, strategy: Any, ranks: int = 1, shift: int = 0, **options: Any) -> Record:
     """Train a module; ``shift`` is the replica whose batches these are."""
-    L.seed_everything(0, verbose=False)
-    training = run(strategy, ranks, recorder=Outputs(), **options)
-    module = MODULES[name]()
-    training.fit(module, batches(1 + shift), batches(2 + shift))
-    return recorded(training, module)
+    loaders = batches(1 + shift), batches(2 + shift)
+    settings = {"max_epochs": 2, "use_distributed_sampler": False, **options}
+    return trained(MODULES[name], strategy, ranks, *loaders, recorder=Outputs(), **settings)
 
 
 def train_row(row: str, stages: int, ranks: int = 1, shift: int = 0, **more: Any) -> Record:

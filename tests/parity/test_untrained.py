@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket, GradualPruning
-from tests.parity.cases import Net, Record, loader, recorded, share, trainer
+from tests.parity.cases import Net, Record, loader, recorded, share, trained, trainer
 from tests.ranks import run_ranks
 
 UNTRAINED = {"model.0.deeper.weight", "model.4.deeper.weight", "unused.weight"}
@@ -120,13 +120,9 @@ class Taught(Net):
 def test_a_dense_average_of_pruned_weights_is_that_of_one_process() -> None:
     records = []
     for stages in (1, 2):
-        L.seed_everything(0, verbose=False)
         callback = GradualPruning(0.6, start=4, every=3, end=15, which={"teacher.*": False})
         grid = AxoSparseStrategy(stages, 2, transport="loopback")
-        run = trainer(grid, callbacks=[callback], precision="64-true")
-        module = Taught().double()
-        run.fit(module, loader(1))
-        records.append(recorded(run, module))
+        records.append(trained(Taught, grid, 1, loader(1), callbacks=[callback]))
     one, two = (record.weights for record in records)
     assert 0 < one["model.0.weight"].count_nonzero() < one["teacher.weight"].count_nonzero()
     for name, weight in one.items():
