@@ -43,6 +43,15 @@ def unpruned(name: str, tensor: Tensor, masks: dict[str, Tensor]) -> Tensor:
     return tensor[masks[name]] if name in masks else tensor
 
 
+def assert_same_gradients(sparse: nn.Module, dense: nn.Module, masks: dict[str, Tensor]) -> None:
+    """Compare gradients of what is kept."""
+    expected = dict(dense.named_parameters())
+    for name, parameter in sparse.named_parameters():
+        gradient = expected[name].grad
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        torch.testing.assert_close(parameter.grad, unpruned(name, gradient, masks))
+
+
 def close(found: Tensor, function: Callable[..., Tensor], *factors: Tensor) -> None:
     """Assert that float32 sums of products are the exact ones, but for their rounding.
 

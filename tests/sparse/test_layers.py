@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.scratch import scratch
-from tests.sparse.masking import random_masks, sparse_and_dense, unpruned
+from tests.sparse.masking import assert_same_gradients, random_masks, sparse_and_dense, unpruned
 
 
 class Tied(nn.Module):
@@ -200,11 +200,7 @@ def test_output_and_gradients(name):
     sparse, dense = sparse_and_dense(module, masks)
     for one, other in zip(run(sparse, inputs), run(dense, inputs), strict=True):
         torch.testing.assert_close(one, other)
-    expected = dict(dense.named_parameters())
-    for parameter_name, parameter in sparse.named_parameters():
-        gradient = expected[parameter_name].grad
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        torch.testing.assert_close(parameter.grad, unpruned(parameter_name, gradient, masks))
+    assert_same_gradients(sparse, dense, masks)
 
 
 @layer_types
@@ -329,10 +325,7 @@ def test_compiled_whole_without_saving_a_dense_weight(name):
         assert sorted(mask.shape) not in saved
         assert [mask.numel()] not in saved
     torch.testing.assert_close(output, run(dense, inputs)[0])
-    expected = dict(dense.named_parameters())
-    for parameter_name, parameter in sparse.named_parameters():
-        gradient = unpruned(parameter_name, expected[parameter_name].grad, masks)
-        torch.testing.assert_close(parameter.grad, gradient)
+    assert_same_gradients(sparse, dense, masks)
 
 
 @layer_types
@@ -364,10 +357,7 @@ def test_autocast_makes_no_float32_copy(name, made):
         outputs[-1].float().square().sum().backward()
     torch.testing.assert_close(*outputs)
     assert {dtype for dtype, _ in made} == {torch.bfloat16}
-    expected = dict(dense.named_parameters())
-    for parameter_name, parameter in sparse.named_parameters():
-        gradient = unpruned(parameter_name, expected[parameter_name].grad, masks)
-        torch.testing.assert_close(parameter.grad, gradient)
+    assert_same_gradients(sparse, dense, masks)
 
 
 @pytest.mark.parametrize("no_gradients", [torch.no_grad, torch.inference_mode])

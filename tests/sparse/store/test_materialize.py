@@ -18,7 +18,7 @@ from lightning_axosparse.sparse.ops import torch_functions
 from lightning_axosparse.sparse.store import copies
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import copy_pays
-from tests.sparse.masking import apply_masks, random_masks, unpruned
+from tests.sparse.masking import apply_masks, assert_same_gradients, random_masks
 from tests.sparse.test_layers import build, layer_types, run
 
 with_and_without_copy = pytest.mark.parametrize("compute", ["auto", "samo"])
@@ -62,11 +62,7 @@ def test_a_resident_copy_changes_no_number(name, replaced, monkeypatch):
     for _ in range(2):
         (found, _), (expected, _) = run(module, inputs), run(dense, inputs)
         torch.testing.assert_close(found, expected)
-        expected = dict(dense.named_parameters())
-        for parameter_name, parameter in module.named_parameters():
-            gradient = expected[parameter_name].grad
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            torch.testing.assert_close(parameter.grad, unpruned(parameter_name, gradient, masks))
+        assert_same_gradients(module, dense, masks)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
