@@ -173,28 +173,6 @@ class Rows(Dataset):
         return {name: column[index] for name, column in self.columns.items()}
 
 
-class Segmentation(Module):
-    """A class for each pixel of small images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(
-            nn.Conv2d(2, 6, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(6, 6, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(6, 3, 1),
-        )
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self(x), y)
-
-    @classmethod
-    def dataset(cls, seed: int) -> Dataset:
-        x = torch.randn(BATCHES * SAMPLES, 2, 6, 6, generator=numbers(seed))
-        return TensorDataset(x, (x[:, 0] > 0.6).long() + (x[:, 1] > 1.0).long())
-
-
 class Images(Module):
     """A class for each small image."""
 
@@ -216,6 +194,24 @@ class Images(Module):
     def dataset(cls, seed: int) -> Dataset:
         x = torch.randn(BATCHES * SAMPLES, 2, 6, 6, generator=numbers(seed))
         return TensorDataset(x, x.flatten(1)[:, :CLASSES].argmax(-1))
+
+
+class Segmentation(Images):
+    """A class for each pixel of small images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(
+            *self.model[:2],
+            nn.Conv2d(6, 6, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(6, 3, 1),
+        )
+
+    @classmethod
+    def dataset(cls, seed: int) -> Dataset:
+        x, _ = Images.dataset(seed).tensors
+        return TensorDataset(x, (x[:, 0] > 0.6).long() + (x[:, 1] > 1.0).long())
 
 
 class Sequences(Module):

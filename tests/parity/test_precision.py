@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_axosparse import AxoSparseStrategy, GradualPruning
 from lightning_axosparse.pruning import Ticket
 from tests.parity.cases import Net, Record, difference, fit, trainer
-from tests.ranks import run_ranks
+from tests.parity.rows import rows_in_process, rows_on_ranks
 
 ROWS: dict[str, dict[str, Any]] = {
     "32-true": {"compute": "samo"},
@@ -32,7 +32,7 @@ def ticket() -> Ticket:
     return Ticket(masks, pruning_ratio=0.6)
 
 
-def train(precision: str, ranks: int, transport: str) -> Record:
+def train(precision: str, strategy: AxoSparseStrategy, ranks: int) -> Record:
     row = ROWS[precision]
     chosen: dict[str, Any] = {"precision": precision}
     if precision == "16-mixed":  # by its name alone, Lightning would take bf16-mixed on CPU
@@ -40,7 +40,7 @@ def train(precision: str, ranks: int, transport: str) -> Record:
         chosen = {"plugins": [MixedPrecision(precision, "cpu", scaler)]}
     L.seed_everything(0, verbose=False)
     run = trainer(
-        AxoSparseStrategy(g_inter=2, microbatches=4, transport=transport),
+        strategy,
         ranks,
         **chosen,
         gradient_clip_val=row.get("clip"),
@@ -51,22 +51,19 @@ def train(precision: str, ranks: int, transport: str) -> Record:
     return fit(run, Net())
 
 
-def train_all(ranks: int, transport: str) -> dict[str, Record]:
-    return {precision: train(precision, ranks, transport) for precision in ROWS}
-
-
 @pytest.fixture(scope="module")
-def runs() -> list[list[dict[str, Record]]]:
+def runs() -> tuple[dict[str, Record], list[dict[str, Record]]]:
     """Every row, on one process, and on the ranks of two stages.
 
     Both compute the same micro-batches, as 16 bits round whole batches otherwise.
     """
-    return [[train_all(1, "loopback")], run_ranks(2, train_all, 2, "mpi")]
+    options = {precision: {"microbatches": 4} for precision in ROWS}
+    return rows_in_process(2, train, options), rows_on_ranks(2, train, options)
 
 
 @pytest.mark.parametrize("precision", ROWS)
 def test_two_stages_do_what_one_process_does(precision: str, runs: Any) -> None:
-    [expected], ranks = runs
+    expected, ranks = runs
     record = expected[precision]
     assert record.losses[-1] < record.losses[0]
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
