@@ -56,6 +56,7 @@ NO_OTHER_WAY = {
     "pipeline/state/module_state.py": {"_buffers", "_modules", "_parameters"},
     "pipeline/crossing/placeholder.py": {"_buffers", "_make_subclass"},
     "pipeline/shard/partition.py": {"_forward_hooks", "_forward_pre_hooks"},
+    "pruning/tracing.py": {"_forward_hooks", "_forward_pre_hooks"},
     "pipeline/shard/sharding.py": {"_buffers", "_parameters"},
     "pipeline/crossing/side_outputs.py": {
         *("_buffers", "_forward_hooks", "_forward_pre_hooks"),

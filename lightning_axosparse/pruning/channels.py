@@ -15,13 +15,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 
+from lightning_axosparse.pruning.tracing import asks_for_type, has_hooks, trace
 from lightning_axosparse.sparse.module.parameters import owned_parameters
 from lightning_axosparse.support.torch_internals import tree_leaves
 from lightning_axosparse.support.troubleshooting import first_few, see
@@ -182,7 +181,7 @@ def find_channels(module: nn.Module, network: str | None = None) -> Channels:
             f"{', '.join(name for name, _ in module.named_children())}." + see("channels")
         )
     part = modules[network or ""]
-    graph = _trace(part)
+    graph = trace(part)
     prefix = f"{network}." if network else ""
     channels = _Reader(part, prefix).read(graph)
     if not channels.scales:
@@ -193,54 +192,6 @@ def find_channels(module: nn.Module, network: str | None = None) -> Channels:
             f"linear layer. {reasons or 'There is no BatchNorm'}." + see("channels")
         )
     return channels
-
-
-# Tracing
-
-
-_UNTRACEABLE = TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError
-"""Errors of code that reads the value of an ``fx.Proxy``; fx's ``TraceError`` is a ValueError."""
-
-
-class _Tracer(fx.Tracer):
-    """Traces into modules of the user, but for those that cannot be traced."""
-
-    def __init__(self, known: dict[int, bool]) -> None:
-        super().__init__()
-        self._known = known
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return super().is_leaf_module(m, module_qualified_name) or not self._can_trace(m)
-
-    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        # Not the forward of the instance: a pipeline replaces that of its layers.
-        return super().call_module(m, partial(type(m).forward, m), args, kwargs)
-
-    def _can_trace(self, module: nn.Module) -> bool:
-        if id(module) not in self._known:
-            try:
-                _Tracer(self._known).trace(module, _defaults(module))
-                self._known[id(module)] = True
-            except _UNTRACEABLE:
-                self._known[id(module)] = False
-        return self._known[id(module)]
-
-
-def _defaults(module: nn.Module) -> dict[str, Any]:
-    """Return the defaults of ``forward``'s arguments, which may decide which code runs."""
-    parameters = signature(type(module).forward).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not Parameter.empty}
-
-
-def _trace(part: nn.Module) -> fx.Graph:
-    try:
-        return _Tracer({}).trace(part, _defaults(part))
-    except Exception as error:
-        raise ValueError(
-            f"The forward of {type(part).__name__} cannot be traced ({error}). Name a part of the "
-            "module that holds its convolutions and can be traced, such as network='model'."
-            + see("channels")
-        ) from error
 
 
 # Traced values
@@ -305,13 +256,18 @@ class _Reader:
         self._readers: dict[str, _Value] = {}
         self._whole: dict[str, str] = {}
         owned = owned_parameters(part)
-        self._tied = {
+        self._read_elsewhere = {
             owner for entry in owned if len(entry.owners) > 1 for owner, _ in entry.owners
         }
+        self._calls: Counter[nn.Module] = Counter()
 
     def read(self, graph: fx.Graph) -> Channels:
         """Return the channels of a graph that can be removed."""
-        calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+        for node in graph.nodes:
+            if node.op == "call_module":
+                self._calls.update(self._modules[str(node.target)].modules())
+            elif node.op == "get_attr" and not all(map(asks_for_type, node.users)):
+                self._read_elsewhere.add(self._modules[str(node.target).rpartition(".")[0]])
         values: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             args = fx.node.map_arg(node.args, values.get)
@@ -319,7 +275,7 @@ class _Reader:
             if node.op == "output":
                 self._retain((args, kwargs), "the network returns them")
             elif node.op == "call_module":
-                values[node] = self._module(str(node.target), calls[node.target], args, kwargs)
+                values[node] = self._module(str(node.target), args, kwargs)
             elif node.op in ("call_function", "call_method"):
                 name = node.target if node.op == "call_method" else node.target.__name__
                 values[node] = self._function(str(name), args, kwargs)
@@ -343,13 +299,12 @@ class _Reader:
         layer: nn.Module = self._modules[name.removeprefix(self._prefix)]
         return layer
 
-    def _module(self, target: str, calls: int, args: Any, kwargs: Any) -> Any:
+    def _module(self, target: str, args: Any, kwargs: Any) -> Any:
         layer, name = self._modules[target], f"{self._prefix}{target}"
         value = args[0] if len(args) == 1 and not kwargs else None
-        known = type(layer) in PLACES
-        if known and (calls > 1 or layer in self._tied or layer._parameters.get("weight") is None):
-            why = "called more than once" if calls > 1 else "its weight is tied, or is none"
-            self._whole[name] = why
+        if why := self._why_whole(layer):
+            if type(layer) in PLACES:
+                self._whole[name] = why
             return self._retain((args, kwargs), f"'{name}' reads them: {why}")
         if type(layer) in WEIGHTED:
             return self._weighted(name, layer, value, args, kwargs)
@@ -364,6 +319,17 @@ class _Reader:
         if type(layer) in BATCH_NORMS:
             self._whole[name] = "it is not known whose outputs it normalizes"
         return self._retain((args, kwargs), f"'{name}' ({type(layer).__name__}) reads them")
+
+    def _why_whole(self, layer: nn.Module) -> str | None:
+        """Return why other code than a layer's ``forward`` may need all of its channels, if so."""
+        if has_hooks(layer):
+            return "it has forward hooks"
+        if type(layer) not in PLACES:
+            return None
+        if self._calls[layer] > 1:
+            return "called more than once"
+        is_read = layer in self._read_elsewhere or layer._parameters.get("weight") is None
+        return "its weight is tied, read elsewhere, or none" if is_read else None
 
     def _weighted(self, name: str, layer: Any, value: Any, args: Any, kwargs: Any) -> Any:
         linear = isinstance(layer, nn.Linear)
@@ -410,13 +376,18 @@ class _Reader:
                 return value
             if _flattens(name, args, kwargs):
                 return _flat(value)
-            if name == "mean" and value.form == "map" and _means_places(args, kwargs):
+            if name == "mean" and self._is_flat_map(value) and _means_places(args, kwargs):
                 return value if kwargs.get("keepdim") else _Value(value.parts, "vector")
         if name in ("cat", "concat", "concatenate"):
             return self._concatenated(args, kwargs)
         if name in _SUMS:
             return self._retain((args, kwargs), "they are added to others (a residual stream)")
         return self._retain((args, kwargs), f"{name} reads them")
+
+    def _is_flat_map(self, value: _Value) -> bool:
+        """Whether a value is a map with a height and a width."""
+        layers = [type(self._layer(part.outputs.layer)) for part in value.parts]
+        return value.form == "map" and {*layers} <= {nn.Conv2d, nn.ConvTranspose2d}
 
     def _concatenated(self, args: Any, kwargs: Any) -> Any:
         tensors, *rest = args or (kwargs.get("tensors"),)

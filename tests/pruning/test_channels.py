@@ -72,8 +72,12 @@ class Between(nn.Module):
 class Undecided(nn.Module):
     """Its code depends on its input."""
 
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer or nn.Identity()
+
     def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
+        return self.layer(x) if x.sum() > 0 else -x
 
 
 class Counting(nn.Conv2d):
@@ -83,8 +87,13 @@ class Counting(nn.Conv2d):
         return super().forward(x) + 1
 
 
-tied, other = conv(6, 6), conv(6, 6)
+tied, other, shared = conv(6, 6), conv(6, 6), conv(6, 6)
 tied.weight = other.weight
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_hook(lambda module, args, output: output + 1)
+    return layer
 
 
 def before(m: Any, x: Tensor) -> Tensor:
@@ -108,7 +117,17 @@ STAYS: dict[str, tuple[Between, str]] = {
         Between(lambda m, x: F.max_pool2d(x, 1, return_indices=True)[0]),
         "max_pool2d_with_indices reads",
     ),
-    "a weight of the module": (Between(before), "added to others"),
+    "a weight that is read": (Between(before), "read elsewhere"),
+    "a scale that is read": (Between(lambda m, x: (m.norm.weight.sum(), x)[1]), "read elsewhere"),
+    "a layer that runs elsewhere, too": (
+        Between(lambda m, x: m.conv(x) + m.odd(x), conv=shared, odd=Undecided(shared)),
+        "called more than once",
+    ),
+    "a hook": (Between(lambda m, x: m.hooked(x), hooked=hooked(conv(6, 6))), "forward hooks"),
+    "a hook of a container": (
+        Between(lambda m, x: m.hooked(x), hooked=hooked(nn.Sequential(nn.ReLU()))),
+        "'hooked' reads them: it has forward hooks",
+    ),
     "cannot be traced": (
         Between(lambda m, x: m.odd(x), odd=nn.Sequential(Undecided())),
         r"'odd.0' \(Undecided\) reads them",
@@ -128,7 +147,7 @@ STAYS: dict[str, tuple[Between, str]] = {
     ),
     "a shared weight": (Between(lambda m, x: m.tied(x), tied=tied, other=other), "weight is tied"),
     "two norms": (Between(lambda m, x: m.more(x), more=nn.BatchNorm2d(6)), "another BatchNorm"),
-    "no scale": (Between(lambda m, x: x), "tied, or is none"),
+    "no scale": (Between(lambda m, x: x), "tied, read elsewhere, or none"),
     "concatenated with an unknown": (
         Between(lambda m, x: torch.cat([x, torch.ones(1, 2, 8, 8)], 1)[:, :6]),
         "concatenated with others",
@@ -154,6 +173,7 @@ def test_what_keeps_all_its_channels_says_why(case: str) -> None:
 
 PASSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "nothing": lambda m, x: x,
+    "a dtype": lambda m, x: (m.norm.weight.dtype, x)[1],
     "functions": lambda m, x: F.dropout(F.leaky_relu(x.relu(), 0.1), 0.5, m.training).tanh(),
     "pooling": lambda m, x: F.interpolate(F.avg_pool2d(F.max_pool2d(x, 2), 2), scale_factor=4.0),
     "places": lambda m, x: F.interpolate(F.max_pool2d(x, 2), size=(x.shape[2], x.size(3))),
@@ -166,6 +186,16 @@ PASSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 def test_zeros_pass_through(case: str) -> None:
     network = Between(PASSES[case], narrow=nn.Conv2d(12, 6, 1))
     assert {*find_channels(network).scales} >= {"norm", "norm2"}
+
+
+class Volumes(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](self[1](self[0](x)).mean((-1, -2)))
+
+
+def test_a_mean_over_two_of_three_dimensions_leaves_places() -> None:
+    with pytest.raises(ValueError, match="mean reads them"):
+        find_channels(Volumes(nn.Conv3d(3, 4, 1), nn.BatchNorm3d(4), nn.Linear(8, 2)))
 
 
 FLAT: dict[str, Callable[[Tensor], Tensor]] = {
