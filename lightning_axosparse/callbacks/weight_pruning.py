@@ -120,7 +120,7 @@ class WeightPruning(TicketCallback):
     def _validate_model(self, module: nn.Module) -> None:
         """Check that the ticket, or the rule by which one is drawn, fits the model."""
         if self.ticket is not None:
-            self.ticket.validate_fits(module)
+            self.ticket = self.ticket.fitted_to(module)
         else:
             self._rule.sizes(module)
 

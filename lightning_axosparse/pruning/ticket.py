@@ -277,21 +277,33 @@ class Ticket(TicketFile):
         common = sum(int((mask & other.masks[name]).sum()) for name, mask in self.masks.items())
         return 2 * common / max(1, self.counts[0] + other.counts[0])
 
-    def validate_fits(self, module: nn.Module) -> None:
-        """Check that the parameters of a module, dense or sparse, have the shapes of the masks.
+    def fitted_to(self, module: nn.Module) -> Ticket:
+        """Return the ticket with the first name of each parameter of a module, dense or sparse.
 
         Raises:
-            ValueError: if there is no such parameter, or it has another shape.
+            ValueError: if there is no such parameter, it has another shape, or the masks of a tied
+                one differ.
         """
         owned = owned_parameters(module)
-        names = dict.fromkeys(entry.names[0] for entry in owned)
-        unknown = [name for name in self.shapes if name not in names]
+        first = {name: entry.names[0] for entry in owned for name in entry.names}
+        unknown = [name for name in self.shapes if name not in first]
         if unknown:
+            names = list(dict.fromkeys(first.values()))
             raise ValueError(
                 "The ticket prunes parameters that the model does not have: "
-                f"{first_few(unknown)}. The model has: {first_few(list(names))}." + see("tickets")
+                f"{first_few(unknown)}. The model has: {first_few(names)}." + see("tickets")
             )
         self.validate_shapes(owned)
+        if all(first[name] == name for name in self.shapes):
+            return self
+        masks: dict[str, Tensor] = {}
+        for name, mask in self.masks.items():
+            if not torch.equal(masks.setdefault(first[name], mask), mask):
+                raise ValueError(
+                    f"'{first[name]}' and '{name}' are one tied parameter, but their masks differ "
+                    "in the ticket. Give one mask." + see("sparse-storage")
+                )
+        return replace(self, masks=masks)
 
     def validate_shapes(self, owned: Iterable[OwnedParameter]) -> None:
         """Check that the masks have the shapes of their parameters, dense or sparse.

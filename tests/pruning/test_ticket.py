@@ -34,6 +34,23 @@ def test_properties_and_repr(ticket):
     assert list(ticket.part(["b.weight", "bias"])) == ["b.weight"]
 
 
+@pytest.mark.parametrize("named", [["0.weight"], ["1.weight"], ["1.weight", "0.weight"]])
+def test_a_tied_weight_is_fitted_to_its_first_name(named):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    mask, other = torch.eye(4, dtype=torch.bool), torch.ones(4, 4, dtype=torch.bool)
+    ticket = Ticket(dict.fromkeys(named, mask) | {"2.weight": other}, 0.5, step=3)
+    assert ticket.fitted_to(model) == Ticket({"0.weight": mask, "2.weight": other}, 0.5, step=3)
+
+
+def test_masks_of_a_tied_weight_that_differ_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    masks = {"0.weight": torch.eye(4, dtype=torch.bool), "1.weight": torch.ones(4, 4).bool()}
+    with pytest.raises(ValueError, match="are one tied parameter"):
+        Ticket(masks, 0.5).fitted_to(model)
+
+
 def test_tickets_are_equal_if_their_fields_are(ticket):
     same = Ticket(dict(ticket.masks), 0.6, step=100, distances={90: 0.3, 100: 0.05})
     assert ticket == same == copy.deepcopy(ticket)
