@@ -165,6 +165,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             original = type(value).__bases__[0]
             if type(value).__name__ == f"Parametrized{original.__name__}":
                 return object.__new__, (original,), vars(value), None, None, parametrize_again
+        if isinstance(value, nn.Module) and type(value).__new__ is not object.__new__:
+            own: Any = value.__reduce_ex__(_PROTOCOL)
+            if own[0] is vars(copyreg)["__newobj__"]:  # It calls `__new__` without arguments.
+                return (object.__new__, own[1][:1], *own[2:])
         reduced = super().reducer_override(value)
         if isinstance(reduced, tuple) and _is_of_main(value):
             make, arguments, *rest = reduced

@@ -54,6 +54,24 @@ def test_processes_that_a_rank_spawns_import_the_module_of_the_caller(main, impo
     assert {k: v for k, v in preparation.items() if "init_main" in k} == imported
 
 
+class Wrapping(nn.Module):
+    """A module that cannot be made without arguments, such as an average of another one."""
+
+    def __new__(cls, wrapped: nn.Module) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+
+def test_a_module_with_a_constructor_of_its_own_is_copied(tmp_path):
+    module = Wrapping(nn.Linear(4, 2))
+    pickling.save(module, tmp_path / "module")
+    copied = pickling.load(tmp_path / "module")
+    torch.testing.assert_close(copied.wrapped.weight, module.wrapped.weight)
+
+
 @pytest.mark.parametrize("parametrized", [weight_norm, spectral_norm, orthogonal])
 def test_a_parametrized_module_is_copied(parametrized: Any, tmp_path: Path) -> None:
     module = nn.Sequential(parametrized(nn.Linear(4, 4)), nn.ReLU())
