@@ -38,7 +38,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
 from lightning_axosparse.pipeline.crossing.skip_tensors import DerivedValues
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.crossing.stray_tensors import StraySearch
-from lightning_axosparse.support.object_trees import object_leaves
+from lightning_axosparse.support.object_trees import object_leaves, object_map
 from lightning_axosparse.support.torch_internals import (
     is_compiled,
     is_tensor_parallel,
@@ -55,9 +55,9 @@ _CONTAINERS = (tuple, list, dict)
 
 
 class _AttributeState(NamedTuple):
-    """The state of an attribute: a tensor and its version, or a list or dict and its items."""
+    """The state of an attribute: a tensor and its version, a list or dict and its items, or any."""
 
-    value: Tensor | list[Any] | dict[Any, Any]
+    value: Any
     items: tuple[Any, ...]
     version: int
 
@@ -93,7 +93,7 @@ class WatchedLayer:
         self._names: list[tuple[str, dict[str, Any], str]] = []
 
     def attributes(self) -> dict[tuple[str, str], _AttributeState]:
-        """Return the state of each attribute that is a tensor, a list or a dict."""
+        """Return the state of each attribute that may be a tensor, or contain some."""
         # Called twice for each micro-batch and layer, so names are listed only if some are new: a
         # new one is the last in its dict.
         last_names = [(len(names), next(reversed(names), None)) for names in self._namespaces]
@@ -114,6 +114,8 @@ class WatchedLayer:
             elif issubclass(kind, (list, dict)):
                 items = value.values() if issubclass(kind, dict) else value
                 states[path, name] = _AttributeState(value, tuple(items), 0)
+            else:
+                states[path, name] = _AttributeState(value, (), 0)
         return states
 
     def _list_names(self) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -231,14 +233,18 @@ class SideOutputs:
                 self._record(SideOutput(place, items, is_appended=True))
                 self._set_apart(module, name, now.value, length)
                 self._record_append(now.value, items)
-            elif any(isinstance(item, Tensor) for item in (now.value, *now.items)):
-                is_output = not set(map(id, object_leaves(now.value, Tensor))).isdisjoint(
+            elif tensors := object_leaves(now.value, Tensor):
+                is_output = not set(map(id, tensors)).isdisjoint(
                     map(id, object_leaves(output, Tensor))
                 )
                 self._record(SideOutput(place, now.value, is_output=is_output))
                 self._set_apart(module, name, now.value)
         if self._stray is not None:
             self._warn_of_stray_tensors(self._stray, layer, output)
+        # An argument from before the layers has no number on later stages.
+        for each in output if type(output) is tuple else (output,):
+            if any(each is argument for argument, *_ in self._arguments):
+                self._stored.add(id(each))
         if not self._stored:
             return output
         return tuple(map(self._apart, output)) if type(output) is tuple else self._apart(output)
@@ -304,14 +310,21 @@ class SideOutputs:
 
     def _set_apart(self, module: nn.Module, name: str, value: Any, first: int = 0) -> None:
         """Replace the tensors of an attribute, from an item on, that are arguments of the layer."""
-        if isinstance(value, Tensor):
-            if self.values.is_numbered(value):
-                setattr(module, name, _view(value))
+
+        def apart(tree: Any) -> Any:
+            numbered = [*filter(self.values.is_numbered, object_leaves(tree, Tensor))]
+            if not numbered:
+                return tree
+            return object_map(
+                Tensor, lambda t: _view(t) if any(t is each for each in numbered) else t, tree
+            )
+
+        if not isinstance(value, list | dict):
+            setattr(module, name, apart(value))
             return
         items = value.items() if isinstance(value, dict) else enumerate(value[first:], first)
         for key, item in list(items):
-            if isinstance(item, Tensor) and self.values.is_numbered(item):
-                value[key] = _view(item)
+            value[key] = apart(item)
 
     def to_send(self) -> tuple[SideOutput, ...]:
         """Return the side outputs for the next stage, after the stage's last layer."""

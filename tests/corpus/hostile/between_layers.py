@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -173,3 +176,115 @@ class SkipsABatchByItsNumber(Regression):
 class MapsItsLayersOverSamples(Layers):
     def forward(self, x: Tensor) -> Any:
         return torch.vmap(self.model)(x)
+
+
+class Passing(nn.Linear):
+    """Returns the mask that it is given beside its output."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x), mask
+
+
+@entry(equal=True)
+class ReadsAMaskThatItsFirstLayerReturns(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleList([Passing(FEATURES, FEATURES) for _ in range(3)])
+        self.head = nn.Linear(FEATURES, OUTPUTS)
+
+    def forward(self, x: Tensor) -> Any:
+        mask = x.abs()
+        for layer in self.model:
+            x, _ = layer(x, mask)
+            x = x * (3 * mask)
+        return self.head(x)
+
+
+@entry(equal=True)
+class AddsTheInputOfAnIdentity(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleList([nn.Identity(), *wide()])
+
+    def forward(self, x: Tensor) -> Any:
+        first, *others = self.model
+        out = first(x)
+        out = out + 2 * x
+        for layer in others:
+            out = layer(out)
+        return out
+
+
+class Pair(NamedTuple):
+    square: Tensor
+    name: str
+
+
+@dataclass
+class Record:
+    square: Tensor
+    given: Tensor
+
+
+class Noting(nn.Linear):
+    """Sets an attribute in which tensors are in something else than a flat list or dict."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__(FEATURES, FEATURES)
+        self.note, self.noted = note, note(torch.zeros(()), torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        self.noted = self.note(y.pow(2), x.abs())
+        return y
+
+
+class ReadsNotes(Layers):
+    note: Any = None
+    read: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Sequential(*(Noting(type(self).note) for _ in range(3)))
+        self.head = nn.Linear(FEATURES, OUTPUTS)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.mse_loss(self.head(self.model(x)), y)
+        return loss + sum(type(self).read(layer.noted).mean() for layer in self.model)
+
+
+@entry(equal=True)
+class ReadsATupleOfItsLayers(ReadsNotes):
+    note, read = lambda square, given: (square, given), itemgetter(1)
+
+
+@entry(equal=True)
+class ReadsANamedTupleOfItsLayers(ReadsNotes):
+    note, read = lambda square, given: Pair(square, "it"), attrgetter("square")
+
+
+@entry(equal=True)
+class ReadsNestedListsOfItsLayers(ReadsNotes):
+    note, read = lambda square, given: [[given], [square]], lambda noted: noted[1][0]
+
+
+@entry(equal=True)
+class ReadsADictOfTuplesOfItsLayers(ReadsNotes):
+    note, read = lambda square, given: {"of": (square, 1)}, lambda noted: noted["of"][0]
+
+
+@entry(equal=True)
+class ReadsARecordOfItsLayers(ReadsNotes):
+    note, read = lambda square, given: Record(square, given), attrgetter("given")
+
+
+@entry(strategy={"microbatches": 8})
+class VarianceOfSingleSamples(Layers):
+    """It is NaN in micro-batches of one sample."""
+
+    def forward(self, x: Tensor) -> Any:
+        for number, layer in enumerate(self.model):
+            x = layer(x)
+            if number == 0:
+                x = x / x.std(0)
+        return x
