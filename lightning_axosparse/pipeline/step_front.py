@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_axosparse.pipeline.batch import Batch
 from lightning_axosparse.pipeline.crossing.front_values import FrontValues, Number
 from lightning_axosparse.pipeline.crossing.message import Place
-from lightning_axosparse.pipeline.crossing.skip_tensors import alias_of
+from lightning_axosparse.pipeline.crossing.placeholder import alias_of
 from lightning_axosparse.pipeline.crossing.step_run import StepRun
 from lightning_axosparse.pipeline.generators import Generators
 from lightning_axosparse.pipeline.joining import (

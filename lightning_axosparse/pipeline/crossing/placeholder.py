@@ -435,3 +435,21 @@ def with_tensors(tree: Any, leaf: Callable[[int, Any], Tensor]) -> Any:
         ),
         tree,
     )
+
+
+class _Alias(torch.autograd.Function):
+    """Returns a received tensor as one that is no leaf, so that it may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, received: Tensor) -> Tensor:
+        return received.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def alias_of(received: Tensor) -> Tensor:
+    """Return the same values as a tensor that is no leaf of the graph."""
+    alias: Tensor = _Alias.apply(received)  # type: ignore[no-untyped-call]
+    return alias

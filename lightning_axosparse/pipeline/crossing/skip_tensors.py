@@ -50,6 +50,7 @@ from lightning_axosparse.pipeline.crossing.placeholder import (
     Outcome,
     Placeholder,
     TensorDescription,
+    alias_of,
     attribute_tensors,
     computed_from,
     reachable_objects,
@@ -87,24 +88,6 @@ class _Tracked(NamedTuple):
     place: Place | None
     sources: frozenset[Value] = frozenset()
     is_final: bool = False
-
-
-class _Alias(torch.autograd.Function):
-    """Returns a received tensor as one that is no leaf, so that it may change in place."""
-
-    @staticmethod
-    def forward(ctx: Any, received: Tensor) -> Tensor:
-        return received.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def alias_of(received: Tensor) -> Tensor:
-    """Return the same values as a tensor that is no leaf of the graph."""
-    alias: Tensor = _Alias.apply(received)  # type: ignore[no-untyped-call]
-    return alias
 
 
 @contextmanager
@@ -169,6 +152,8 @@ class DerivedValues(PausableMode):
         self._to_send: dict[Place, Tensor] = {}
         self._layer, self._results = -1, 0
         self._versions: list[tuple[Tensor, int]] = []
+        self._reduced: list[tuple[Tensor, int]] = []
+        """Tensors of which single numbers were computed, with their versions then."""
         self._received_output = received.output
         self._is_changed = self._is_in_layer = False
         self.is_unnumbered = False
@@ -233,6 +218,13 @@ class DerivedValues(PausableMode):
         forms = tuple((index, form) for index, form in self._forms.items() if form != last)
         for tensor, version in self._versions:
             self._is_changed |= version_of(tensor) != version
+        if any(version_of(tensor) != version for tensor, version in self._reduced):
+            raise MisconfigurationException(
+                f"Up to layer {self._names[layer]!r}, the step changes a tensor in place of which "
+                "it has computed a single number before, such as a mean. Other stages get the "
+                "changed tensor, and would compute another number. Make a new tensor, "
+                "`h = h + 1` in place of `h += 1`." + see("values-between-layers")
+            )
         return Activation(
             output, tuple(values.items()), forms, self._is_changed, numbers=tuple(self._numbers)
         )
@@ -323,6 +315,7 @@ class DerivedValues(PausableMode):
                 self._refuse(changed[0])
             if func in READS:
                 self._add_number(result)
+            self._note_reduced(func, result, tensors)
         given = set(map(id, tensors))
         if result is None or any(id(tensor) in given for tensor in tensors_in(result)):
             self._is_changed = True
@@ -351,6 +344,7 @@ class DerivedValues(PausableMode):
             result = func(*args, **kwargs)
             if counts and func in READS:
                 self._add_number(result)
+            self._note_reduced(func, result, tensors_in((args, kwargs)))
             for leaf, value in enumerate(tensors_in(result) if counts else ()):
                 self._track(value, Place(self._layer, self._results, leaf))
             return result
@@ -371,6 +365,13 @@ class DerivedValues(PausableMode):
             if self._find(tensor) is None:
                 self._track(tensor, None, sources)
         return result
+
+    def _note_reduced(
+        self, func: Callable[..., Any], result: Any, tensors: Sequence[Tensor]
+    ) -> None:
+        """Note that a function has computed a single number, which later stages compute again."""
+        if func in READS or (isinstance(result, Tensor) and not result.dim()):
+            self._reduced += [(each, version_of(each)) for each in tensors if each.dim()]
 
     def _add_number(self, number: Any) -> None:
         self._numbers.append(number)

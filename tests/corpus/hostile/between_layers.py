@@ -288,3 +288,36 @@ class VarianceOfSingleSamples(Layers):
             if number == 0:
                 x = x / x.std(0)
         return x
+
+
+@entry()
+class ChangesInPlaceWhatItHasAveraged(Layers):
+    def forward(self, x: Tensor) -> Any:
+        mean: Any = 0.0
+        for number, layer in enumerate(self.model):
+            x = layer(x)
+            if number == 0:
+                mean = x.mean()
+                x += 1
+        return x * (1 + mean)
+
+
+@entry()
+class ChangesInPlaceByWhatItHasRead(Layers):
+    def forward(self, x: Tensor) -> Any:
+        for number, layer in enumerate(self.model):
+            x = layer(x)
+            if number == 0:
+                large = 1.0 if x.mean() > -10 else 0.0
+                x += large
+        return x * 0.5 * large
+
+
+@entry(equal=True)
+class SumsMeansOfLayersInPlace(Layers):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        total = x.new_zeros(())
+        for layer in self.model:
+            x = layer(x)
+            total += x.mean()
+        return F.mse_loss(x, y) + 0.1 * total.square()
