@@ -9,6 +9,7 @@ saved, too, so that none runs twice.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -17,6 +18,7 @@ from math import isqrt
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
@@ -202,9 +204,17 @@ class Segment:
         """Compute the next layer of the segment without the tensors that autograd saves."""
         inputs = tree_map_only(Tensor, self._saved_input, (args, dict(kwargs)))
         state, remembered = _GlobalState(self._device), self._remember(layer)
+        objects = [(each, _attributes(each)) for each in tree_leaves((args, dict(kwargs)))]
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with saved, self._collectives.recorded():
             output = compute(*args, **kwargs)
+        changed = [each for each, before in objects if not _same(_attributes(each), before)]
+        if changed:
+            raise MisconfigurationException(
+                f"Layer {name!r} changes attributes of a {type(changed[0]).__name__} that it is "
+                "given, so it cannot be recomputed from what it was given. Return a new object, or "
+                "leave recompute out." + see("recomputing")
+            )
         self._calls.append(_Call(name, compute, inputs, state, remembered, list(layer.buffers())))
         self._outputs = [
             (weakref.ref(leaf), version_of(leaf)) if isinstance(leaf, Tensor) else None
@@ -257,3 +267,12 @@ class Segment:
             f"Layers {names} saved {len(self._shapes)} tensors for backward and, recomputed, "
             f"{len(shapes)}, or of other shapes. {_SAME_BOTH_TIMES}" + see("recomputing")
         )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that is given to a layer; none of a tensor or module."""
+    return {} if isinstance(value, Tensor | nn.Module) else dict(getattr(value, "__dict__", {}))
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(map(operator.is_, one.values(), other.values()))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
@@ -234,6 +236,20 @@ def test_an_input_that_is_changed_in_place_is_refused() -> None:
     x.add_(1)
     with pytest.raises(RuntimeError, match=r"'h.3', of shape \(2, 4\), was changed in place"):
         output.sum().backward()
+
+
+class Changing(nn.Linear):
+    """Changes an attribute of the object that it is given."""
+
+    def forward(self, x: Any) -> Any:
+        x.hidden = super().forward(x.hidden)
+        return x
+
+
+def test_a_layer_that_changes_an_object_is_refused() -> None:
+    layer, given = Changing(WIDTH, WIDTH), SimpleNamespace(hidden=torch.randn(2, WIDTH))
+    with pytest.raises(MisconfigurationException, match="'0' changes attributes of a SimpleName"):
+        Segment(CPU).run("0", layer, layer, (given,), {})
 
 
 def test_backward_may_go_through_a_segment_twice() -> None:
