@@ -210,14 +210,10 @@ def difference(one: Tensor, other: Tensor) -> float:
     """
     if not (one.is_floating_point() or one.is_complex()):
         return float((one != other).double().mean()) if one.numel() else 0.0
-    finite = other.isfinite()
-    if not torch.equal(one.isfinite(), finite):
+    finite, infinite = other.isfinite(), other.isinf()
+    is_alike = torch.equal(one.isfinite(), finite) and torch.equal(one.isinf(), infinite)
+    if not is_alike or not torch.equal(one[infinite], other[infinite]):
         return 1.0
-    if not bool(finite.all()):
-        infinite = other.isinf()
-        is_alike = torch.equal(one.isinf(), infinite)
-        if not is_alike or not torch.equal(one[infinite], other[infinite]):
-            return 1.0
     return float(_relative_difference(one, other))
 
 
