@@ -82,8 +82,8 @@ class LossBackward(Protocol):
 class Effects(Protocol):
     """The effects of runs: logs, metrics, attributes (``strategy.step.effects.StepEffects``)."""
 
-    written: list[str]
-    """Names of the tensors outside the layers to which runs have written."""
+    written: Sequence[object]
+    """Paths of the tensors outside the layers to which runs have written."""
 
     @property
     def modes(self) -> Sequence[PausableOperatorMode]:

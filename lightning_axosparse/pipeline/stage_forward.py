@@ -153,14 +153,14 @@ class PipelinedLayers:
 
     @contextmanager
     def running(
-        self, run: StepRun, modes: Sequence[Mode] = (), written: Sequence[str] = ()
+        self, run: StepRun, modes: Sequence[Mode] = (), written: Sequence[object] = ()
     ) -> Iterator[None]:
         """Run the step inside the context, and compute the layers of ``run.stage``.
 
         Args:
             run: the run.
             modes: modes that observe the step, but not the layers.
-            written: names of the tensors outside the layers to which ``modes`` see writes.
+            written: paths of the tensors outside the layers to which ``modes`` see writes.
         """
         part, run.progress.stage = self.part(run.stage), run.stage
         # The end of the step changes the module's own tensors.

@@ -376,7 +376,7 @@ class _Reader:
                 return value
             if _flattens(name, args, kwargs):
                 return _flat(value)
-            if name == "mean" and self._is_flat_map(value) and _means_places(args, kwargs):
+            if name == "mean" and self._has_height_and_width(value) and _means_places(args, kwargs):
                 return value if kwargs.get("keepdim") else _Value(value.parts, "vector")
         if name in ("cat", "concat", "concatenate"):
             return self._concatenated(args, kwargs)
@@ -384,7 +384,7 @@ class _Reader:
             return self._retain((args, kwargs), "they are added to others (a residual stream)")
         return self._retain((args, kwargs), f"{name} reads them")
 
-    def _is_flat_map(self, value: _Value) -> bool:
+    def _has_height_and_width(self, value: _Value) -> bool:
         """Whether a value is a map with a height and a width."""
         layers = [type(self._layer(part.outputs.layer)) for part in value.parts]
         return value.form == "map" and {*layers} <= {nn.Conv2d, nn.ConvTranspose2d}

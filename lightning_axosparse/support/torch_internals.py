@@ -276,12 +276,11 @@ def transformed() -> bool:
 
 
 def observed() -> bool:
-    """Return whether a mode observes torch functions; it does not see nodes of autograd.
-
-    A default device is a mode, too, but observes nothing.
-    """
-    modes = _get_current_function_mode_stack() if torch._C._is_torch_function_mode_enabled() else []
-    return any(not isinstance(mode, DeviceContext) for mode in modes)
+    """Return whether a mode observes torch functions; it does not see nodes of autograd."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    # A default device is a mode, too, but observes nothing.
+    return any(not isinstance(m, DeviceContext) for m in _get_current_function_mode_stack())
 
 
 def apply_untransformed(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -229,8 +229,7 @@ class RunResult:
 
     Losses are in nats per byte. ``train_loss`` is that of the last batch that has one, averaged
     over replicas. A number without data is None, such as the accuracy of a model that does not
-    classify.
-    ``state_bytes``, ``reduced_bytes`` and ``step_seconds`` have one number per rank.
+    classify. ``state_bytes``, ``reduced_bytes`` and ``step_seconds`` have one number per rank.
     """
 
     steps: int

@@ -312,12 +312,10 @@ class SideOutputs:
         """Replace the tensors of an attribute, from an item on, that are arguments of the layer."""
 
         def apart(tree: Any) -> Any:
-            numbered = [*filter(self.values.is_numbered, object_leaves(tree, Tensor))]
-            if not numbered:
+            is_numbered = self.values.is_numbered
+            if not any(map(is_numbered, object_leaves(tree, Tensor))):
                 return tree
-            return object_map(
-                Tensor, lambda t: _view(t) if any(t is each for each in numbered) else t, tree
-            )
+            return object_map(Tensor, lambda t: _view(t) if is_numbered(t) else t, tree)
 
         if not isinstance(value, list | dict):
             setattr(module, name, apart(value))

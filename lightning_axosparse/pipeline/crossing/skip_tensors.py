@@ -116,7 +116,7 @@ class DerivedValues(PausableMode):
         run: the run of the step; in a probe, its ``reads`` records the values that the stage reads.
         part: indices of the stage's layers.
         buffers: names of the buffers that may not change between layers, by ``id``.
-        written: names of the tensors outside the layers to which operators have written.
+        written: paths of the tensors outside the layers to which operators have written.
         names: of all layers.
     """
 
@@ -125,7 +125,7 @@ class DerivedValues(PausableMode):
         run: StepRun,
         part: range,
         buffers: Mapping[int, str],
-        written: Sequence[str],
+        written: Sequence[object],
         names: Sequence[str],
     ) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class DerivedValues(PausableMode):
         written = len(self._written)
         result = func(*args, **kwargs)
         changed = [self._buffers[id(each)] for each, old in buffers if not torch.equal(each, old)]
-        changed += self._written[written:]
+        changed += [str(path).removeprefix("self.") for path in self._written[written:]]
         if self._layer < len(self._names) - 1:
             if changed:
                 self._refuse(changed[0])
@@ -370,7 +370,8 @@ class DerivedValues(PausableMode):
         self, func: Callable[..., Any], result: Any, tensors: Sequence[Tensor]
     ) -> None:
         """Note that a function has computed a single number, which later stages compute again."""
-        if func in READS or (isinstance(result, Tensor) and not result.dim()):
+        is_number = func in READS or (isinstance(result, Tensor) and not result.dim())
+        if is_number and self._sends:
             self._reduced += [(each, version_of(each)) for each in tensors if each.dim()]
 
     def _add_number(self, number: Any) -> None:

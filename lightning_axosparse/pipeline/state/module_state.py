@@ -182,11 +182,6 @@ class _Holder:
     memory: Any = None
     is_written: bool = False
 
-    @property
-    def full_name(self) -> str:
-        """The path of the attribute, such as ``mid.mean``."""
-        return ".".join(str(key) for _, key in (*self.path, (".", self.name)))
-
     def capture(self) -> None:
         """Copy the present content."""
         value = self.value
@@ -234,7 +229,9 @@ class _Holder:
 class _Writes(PausableOperatorMode):
     """Marks tensors to which operators write, and copies parameters before."""
 
-    def __init__(self, storages: Mapping[int, Sequence[_Holder]], written: list[str]) -> None:
+    def __init__(
+        self, storages: Mapping[int, Sequence[_Holder]], written: list[AttributePath]
+    ) -> None:
         super().__init__()
         self._storages, self._written = storages, written
 
@@ -243,7 +240,8 @@ class _Writes(PausableOperatorMode):
             if is_readable(tensor):
                 for each in self._storages.get(storage_id(tensor.untyped_storage()), ()):
                     each.is_written = True
-                    self._written.append(each.full_name)
+                    assert each.name is not None  # Only a namespace has none.
+                    self._written.append(AttributePath(each.path, each.name))
                     if each.content is None:
                         each.content = content_of(each.value)
         return func(*args, **kwargs)
@@ -264,8 +262,8 @@ class ModuleState:
     Attributes:
         reached: ids of all objects that were visited.
         storages: the captured tensors, by the numbers of their storages.
-        written: names of the tensors to which operators have written since the last capture, each
-            as often as it was written to.
+        written: the tensors to which operators have written since the last capture, each as often
+            as it was written to.
     """
 
     def __init__(
@@ -279,7 +277,7 @@ class ModuleState:
         own = {id(part) for root in self._roots.values() for part in root.modules()}
         self._without = {*without, *(id(part) for part in module.modules())} - (own - {*without})
         self._handles, self._hooks = -1, 0
-        self.written: list[str] = []
+        self.written: list[AttributePath] = []
         self._count_hooks()
         self._capture_all()
 

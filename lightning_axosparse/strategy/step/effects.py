@@ -71,7 +71,7 @@ class StepEffects:
     Attributes:
         log: the log calls and prints of the last recorded run.
         settings: the settings outside the module.
-        written: names of the tensors to which runs have written, since the batch began.
+        written: paths of the tensors to which runs have written, since the batch began.
         part_calls: the log calls of each micro-batch, by parts.
     """
 
@@ -89,7 +89,7 @@ class StepEffects:
         layers = pipelined.layers
         within = {id(part) for layer in layers for part in layer.modules()}
         self._state = ModuleState(module, within)
-        self.written = self._state.written
+        self.written: Sequence[object] = self._state.written
         self.settings = OuterSettings(module)
         self._remote = [
             (tensor.origin, namespace_of(part, name), name)
