@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -71,11 +70,6 @@ class Axis(NamedTuple):
         rows = self.rows // self.views
         views = tensor.unflatten(self.dim, (self.views, -1))
         return views.narrow(self.dim + 1, first * rows, size * rows)  # type: ignore[no-any-return]
-
-    def split(self, tensor: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-        """Split the rows into those of micro-batches of these sizes."""
-        begins = accumulate(sizes, initial=0)
-        return [self.part(tensor, first, size) for first, size in zip(begins, sizes, strict=False)]
 
 
 SampleLayout = Axis | Literal["alike", "mean", "sum"]
@@ -275,27 +269,8 @@ def joined_by(layout: SampleLayout, parts: Sequence[Tensor], sizes: Sequence[int
         return layout.cat(parts)
     if layout == "alike":
         return parts[0]
-    shares = _shares(layout, sizes)
+    shares = [1.0 if layout == "sum" else size / sum(sizes) for size in sizes]
     return torch.stack([part * share for part, share in zip(parts, shares, strict=True)]).sum(0)
-
-
-def _shares(layout: SampleLayout, sizes: Sequence[int]) -> list[float]:
-    """Return the weight of each micro-batch's tensor in that of the batch, if it has no samples."""
-    if layout == "alike":  # Only the first one is used.
-        return [float(n == 0) for n in range(len(sizes))]
-    return [1.0 if layout == "sum" else size / sum(sizes) for size in sizes]
-
-
-def gradients_of(
-    layout: SampleLayout, gradient: Tensor | None, sizes: Sequence[int]
-) -> Sequence[Tensor | None]:
-    """Return the gradients of micro-batches' tensors, given that of the batch's tensor."""
-    if gradient is None:
-        return [None] * len(sizes)
-    if isinstance(layout, Axis):
-        return [part.contiguous() for part in layout.split(gradient, sizes)]
-    shares = _shares(layout, sizes)
-    return [gradient * share if share else None for share in shares]
 
 
 class Joined(NamedTuple):
@@ -304,26 +279,27 @@ class Joined(NamedTuple):
     Attributes:
         activation: the activation of the whole batch, as a stage would receive it.
         tensors: the tensors in it, leaves of a new graph.
-        layouts: the layout of each tensor.
+        graphs: for each of them, the joined tensor, and the leaves that it is joined from: the
+            tensors of the micro-batches, detached.
     """
 
     activation: Activation
     tensors: Sequence[Tensor]
-    layouts: Sequence[SampleLayout]
+    graphs: Sequence[tuple[Tensor, Sequence[Tensor]]]
 
-    def split(
-        self, gradients: Sequence[Tensor | None], sizes: Sequence[int]
-    ) -> list[Sequence[Tensor | None]]:
+    def split(self, gradients: Sequence[Tensor | None]) -> list[Sequence[Tensor | None]]:
         """Split the gradient of each tensor into those of the micro-batches' tensors."""
         return [
-            gradients_of(layout, gradient, sizes)
-            for layout, gradient in zip(self.layouts, gradients, strict=True)
+            [None] * len(parts)
+            if gradient is None
+            else torch.autograd.grad(joined, parts, gradient, allow_unused=True)
+            for (joined, parts), gradient in zip(self.graphs, gradients, strict=True)
         ]
 
-    def gradients(self, sizes: Sequence[int]) -> list[list[Tensor | None]]:
+    def gradients(self, microbatches: int) -> list[list[Tensor | None]]:
         """Return, for each micro-batch, the gradients of the tensors in its activation."""
-        by_tensor = self.split([tensor.grad for tensor in self.tensors], sizes)
-        return [[parts[number] for parts in by_tensor] for number in range(len(sizes))]
+        by_tensor = self.split([tensor.grad for tensor in self.tensors])
+        return [[parts[number] for parts in by_tensor] for number in range(microbatches)]
 
 
 def join(
@@ -349,7 +325,7 @@ def join(
     alike: tuple[list[Any], ...] = numbers, read, keys
     if any(each.count(each[0]) < len(each) for each in alike):
         raise RunAgain(Rerun.SAMPLES)
-    tensors, used = list[Tensor](), list[SampleLayout]()
+    tensors, graphs = list[Tensor](), list[tuple[Tensor, Sequence[Tensor]]]()
     values: list[Any] = []
     for key, parts in zip(
         keys[0], zip(*([v for _, v in own] for own in keyed), strict=True), strict=True
@@ -361,14 +337,15 @@ def join(
             values.append(_joined_description(parts, possible[0]))
             continue
         requires_grad = any(part.requires_grad for part in parts)
-        layout = possible[0]
-        joined = joined_by(layout, [part.detach() for part in parts], sizes).detach()
+        leaves = [part.detach().requires_grad_(requires_grad) for part in parts]
+        joined = joined_by(possible[0], leaves, sizes)
+        tensor = joined.detach()
         if len(parts) > 1:
-            _validate_joined(joined, possible, parts, sizes)
-        tensors.append(joined.requires_grad_(requires_grad))
-        used.append(layout)
-        values.append(tensors[-1])
-    return Joined(_with_values(activations[0], iter(values)), tensors, used)
+            _validate_joined(tensor, possible, parts, sizes)
+        graphs.append((joined, leaves))
+        tensors.append(tensor.requires_grad_(requires_grad))
+        values.append(tensor)
+    return Joined(_with_values(activations[0], iter(values)), tensors, graphs)
 
 
 def _validate_joined(

@@ -79,7 +79,7 @@ class StepEnd:
         assert self._ended is not None
         (joined, run), self._ended = self._ended, None
         run.validate_placeholders()
-        return joined.gradients(self._batch.sizes)
+        return joined.gradients(len(self._batch.microbatches))
 
     @never_compiled  # The last layer calls it, which may be compiled.
     def _behind_layers(self, run: StepRun) -> AbstractContextManager[object]:

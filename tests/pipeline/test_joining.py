@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,6 @@ from lightning_axosparse.pipeline.joining import (
     difference,
     differs,
     fitting_layouts,
-    gradients_of,
     join,
     joined_by,
     learn,
@@ -46,15 +46,20 @@ def tensors(draw: Any) -> tuple[Axis, Tensor, list[int]]:
     return axis, torch.arange(float(torch.Size(shape).numel())).view(shape), sizes
 
 
+def split(axis: Axis, whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The rows of consecutive micro-batches."""
+    begins = accumulate(sizes, initial=0)
+    return [axis.part(whole, first, size) for first, size in zip(begins, sizes, strict=False)]
+
+
 @given(tensors())
 def test_parts_join_to_the_whole(drawn: tuple[Axis, Tensor, list[int]]) -> None:
     axis, whole, sizes = drawn
-    parts = axis.split(whole, sizes)
+    parts = split(axis, whole, sizes)
     assert [part.shape[axis.dim] for part in parts] == [axis.rows * size for size in sizes]
     assert torch.equal(axis.cat(parts), whole)
     total, first = torch.zeros_like(whole), 0
     for part, size in zip(parts, sizes, strict=True):
-        assert torch.equal(axis.part(whole, first, size), part)
         axis.add_part(total, part, first, size)
         first += size
     assert torch.equal(total, whole)
@@ -67,7 +72,7 @@ def test_how_samples_lie_follows_from_shapes_and_values(
     axis, whole, sizes = drawn
     if len(sizes) == 1:
         return
-    parts = axis.split(whole, sizes)
+    parts = split(axis, whole, sizes)
     assert axis in axes(whole.shape, parts[0].shape, sum(sizes), sizes[0])
     found, apart = fitting_layouts(whole, parts, sizes, 1e-6)
     assert apart == 0
@@ -83,22 +88,40 @@ def test_views_of_a_sample_may_follow_one_another() -> None:
     assert fitting_layouts(torch.cat([one, other]), parts, SIZES, 1e-6) == ([Axis(0, 2, 2)], 0)
 
 
-LAYOUTS: tuple[SampleLayout, ...] = (Axis(0), Axis(0, 2, 2), "alike", "mean", "sum")
+def gradients_through(
+    layout: SampleLayout, parts: Sequence[Tensor], sizes: Sequence[int]
+) -> tuple[Tensor, list[Any]]:
+    """A gradient of the joined tensor, and those of the parts."""
+    layouts = SampleLayouts({("output", 0): [layout]})
+    joined = join([Activation(part.requires_grad_()) for part in parts], sizes, layouts)
+    (tensor,) = joined.tensors
+    tensor.grad = torch.rand(tensor.shape)
+    return tensor.grad, [own for (own,) in joined.gradients(len(sizes))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_parts_are_those_through_joining(layout: SampleLayout) -> None:
-    rows = layout.rows if isinstance(layout, Axis) else 0
-    shapes = [(rows * size, 2) if rows else (2,) for size in SIZES]
-    parts = [torch.rand(shape, requires_grad=True) for shape in shapes]
-    whole = joined_by(layout, parts, SIZES)
-    gradient = torch.rand(whole.shape)
-    expected = torch.autograd.grad(whole, parts, gradient, allow_unused=True)
-    for own, of_part in zip(gradients_of(layout, gradient, SIZES), expected, strict=True):
-        assert (own is None) == (of_part is None)
-        if own is not None:
-            torch.testing.assert_close(own, of_part)
-    assert gradients_of(layout, None, SIZES) == [None] * 3
+@pytest.mark.parametrize(
+    ("layout", "shares"),
+    [("alike", (1, 0, 0)), ("mean", (3 / 7, 3 / 7, 1 / 7)), ("sum", (1, 1, 1))],
+)
+def test_parts_without_samples_share_the_gradient(
+    layout: SampleLayout, shares: Sequence[float]
+) -> None:
+    gradient, own = gradients_through(layout, [torch.ones(2)] * len(SIZES), SIZES)
+    for of_part, share in zip(own, shares, strict=True):
+        if share:
+            torch.testing.assert_close(of_part, gradient * share)
+        else:
+            assert of_part is None
+
+
+@given(tensors())
+def test_parts_with_samples_have_their_rows_of_the_gradient(
+    drawn: tuple[Axis, Tensor, list[int]],
+) -> None:
+    axis, whole, sizes = drawn
+    gradient, own = gradients_through(axis, split(axis, whole, sizes), sizes)
+    for of_part, expected in zip(own, split(axis, gradient, sizes), strict=True):
+        assert torch.equal(of_part, expected)
 
 
 HOOK = SidePlace(1, "act", "_forward_hooks", 0)
@@ -136,7 +159,7 @@ def test_activations_join_as_was_learned() -> None:
         assert ours.requires_grad == theirs.requires_grad
         torch.testing.assert_close(ours.detach(), theirs.detach())
     sum((each**2).sum() for each in joined.tensors if each.requires_grad).backward()
-    gradients = joined.gradients(SIZES)
+    gradients = joined.gradients(len(SIZES))
     expected = [2 * each.detach() for each in sent]
     for number, size in enumerate(SIZES):
         own, first = gradients[number], sum(SIZES[:number])
@@ -151,7 +174,6 @@ def test_activations_join_by_their_shapes_where_nothing_was_learned() -> None:
     parts = [Activation((part, part.t(), table)) for part in x.split(SIZES)]
     joined = join(parts, SIZES, SampleLayouts())
     torch.testing.assert_close(joined.tensors, [x, x.t(), table])
-    assert joined.layouts == [Axis(0), Axis(1), "alike"]
 
 
 def test_a_layout_that_does_not_fit_any_longer_is_found_anew() -> None:
@@ -225,7 +247,9 @@ def test_values_that_cannot_be_joined_are_those_of_an_undivided_batch(of_part: A
 
 def test_a_tensor_without_samples_is_compared_in_every_batch() -> None:
     layouts = SampleLayouts({("output", 0): ["alike"]})
-    assert join([Activation(torch.ones(3))] * 3, SIZES, layouts).layouts == ["alike"]
+    assert torch.equal(
+        join([Activation(torch.ones(3))] * 3, SIZES, layouts).tensors[0], torch.ones(3)
+    )
     for other in (torch.zeros(3), torch.ones(2)):
         with pytest.raises(RunAgain):
             join([*[Activation(torch.ones(3))] * 2, Activation(other)], SIZES, layouts)

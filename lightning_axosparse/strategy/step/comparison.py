@@ -313,7 +313,7 @@ class Comparison:
             loss = loss_of(end.rehearse(step.whole, Message(joined[0], joined[1])))
         if self._run.metrics.touched and not loss.isfinite().all():
             return "it is computed from the value of a metric"
-        expected = joined.split(_gradients(loss, joined.tensors), step.sizes)
+        expected = joined.split(_gradients(loss, joined.tensors))
         losses, gradients = list[Tensor](), list[Sequence[Tensor | None]]()
         for index, (part, message) in enumerate(zip(step.microbatches, messages, strict=True)):
             with effects.discarded():
