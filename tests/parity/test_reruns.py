@@ -17,13 +17,25 @@ from tests.ranks import run_ranks
 WIDTH, BATCH, STEPS = 8, 4, 6
 
 
+class Counting(nn.Tanh):
+    """Counts its batches in Python, and stores the largest value of each."""
+
+    batches, largest = 0, ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.batches += 1
+            self.largest = (*self.largest, float(x.detach().max()))
+        return super().forward(x)
+
+
 class Autoencoder(L.LightningModule):
     """Draws numbers between layers with running statistics, behind a linear layer of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Counting())
             for _ in range(2)
         )
         self.mean, self.deviation = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
@@ -58,7 +70,10 @@ def train(strategy: Any, ranks: int = 1, prunes: bool = True) -> tuple[Record, l
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepLearner, "run_again", counted)
         run.fit(module, DataLoader(TensorDataset(x.double()), BATCH))
-    return recorded(run, module), again
+    record = recorded(run, module)
+    counts = [(layer[-1].batches, len(layer[-1].largest)) for layer in module.layers]
+    record.facts["counts"] = max(counts)  # A rank counts in its own layers.
+    return record, again
 
 
 def stages(**more: Any) -> AxoSparseStrategy:
@@ -72,7 +87,7 @@ def assert_one_run(found: tuple[Record, list[Any]], expected: tuple[Record, list
     assert difference(record, alone) <= 1e-12
 
 
-def test_a_batch_that_runs_again_changes_buffers_once() -> None:
+def test_a_batch_that_runs_again_changes_buffers_and_counts_once() -> None:
     expected = train("auto", prunes=False)
     assert_one_run(train(stages(transport="loopback"), prunes=False), expected)
 

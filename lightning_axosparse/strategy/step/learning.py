@@ -21,6 +21,7 @@ from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.pipeline.rng import DrawnSamples
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
+from lightning_axosparse.pipeline.state.module_state import ModuleState
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonResult
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
@@ -107,6 +108,8 @@ class StepLearner:
         self._trainer, self._reduction = trainer, reduction
         self._free, self._tolerance = free, tolerance
         self._reported: set[str] = set()
+        self._probed: ModuleState | None = None
+        """The state of the layers before a batch that was probed."""
 
     def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> Batch:
         """Probe which values stages read, and compare a batch that is due.
@@ -114,6 +117,7 @@ class StepLearner:
         Returns:
             The batch, with one micro-batch if it cannot be divided.
         """
+        self._probed = None
         if not step.microbatches:
             return step
         if known.is_undivided:
@@ -144,6 +148,8 @@ class StepLearner:
             The batch, with one micro-batch if it cannot be divided.
         """
         run.effects.begin_batch()
+        if self._probed is not None:
+            self._probed.rewind()
         known.draws |= rerun is Rerun.DRAWS
         known.mixes |= rerun is Rerun.MIXES
         known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
@@ -236,10 +242,9 @@ class StepLearner:
             known.drawn = outside  # Else other batches draw more.
         return result, comparison.drawn
 
-    @staticmethod
-    def _probe(run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
+    def _probe(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
         """Find out which values of other stages the step reads."""
-        with run.layers_rewound(run.stage_module.stages):
+        with run.layers_rewound(run.stage_module.stages) as self._probed:
             known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
 
     def _warn_of_failure(self, known: LoaderSteps, step: Batch) -> None:

@@ -90,12 +90,12 @@ class OpenPipeline:
         self._undo.close()
 
     @contextmanager
-    def layers_rewound(self, stages: Collection[int]) -> Iterator[None]:
+    def layers_rewound(self, stages: Collection[int]) -> Iterator[ModuleState]:
         """Undo, after the context, the changes to the layers of some stages."""
         state = self.state_of_layers(stages)
         try:
             with state.writes():
-                yield
+                yield state
         finally:
             state.rewind()
 
