@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -173,8 +175,8 @@ def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     if group is None:
         return [value]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
+    dist.all_gather_object(gathered, _pickled(value), group=group)
+    return list(map(pickle.loads, gathered))
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
@@ -183,17 +185,41 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
         return [value]
     first = dist.get_rank(group) == 0
     gathered: list[Any] | None = [None] * dist.get_world_size(group) if first else None
-    dist.gather_object(value, gathered, dst=dist.get_global_rank(group, 0), group=group)
-    return gathered or []
+    first_rank = dist.get_global_rank(group, 0)
+    dist.gather_object(_pickled(value), gathered, dst=first_rank, group=group)
+    return list(map(pickle.loads, gathered or ()))
 
 
 def broadcast(value: T, source: int, group: dist.ProcessGroup) -> T:
     """Return the picklable ``value`` of rank ``source`` of the job on every rank of ``group``."""
-    values = [value]
-    dist.broadcast_object_list(values, src=source, group=group)
-    return values[0]
+    is_source = dist.get_rank() == source
+    pickled = [_pickled(value) if is_source else b""]
+    dist.broadcast_object_list(pickled, src=source, group=group)
+    return value if is_source else pickle.loads(pickled[0])
 
 
 def broadcast_from_first(value: T, group: dist.ProcessGroup | None) -> T:
     """Return the picklable ``value`` of the first rank of ``group`` on all its ranks."""
     return value if group is None else broadcast(value, dist.get_global_rank(group, 0), group)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles CPU tensors as their bytes; torch writes each as a file, by classes made for it."""
+
+    def reducer_override(self, value: Any) -> Any:
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+        if not is_plain or not value.is_cpu or value.requires_grad or value.is_quantized:
+            return NotImplemented
+        entries = value.resolve_conj().resolve_neg().contiguous().flatten()
+        return _tensor, (entries.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
+
+
+def _tensor(entries: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    data = torch.frombuffer(bytearray(entries), dtype=dtype) if entries else torch.empty(0)
+    return data.to(dtype).view(shape)
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()

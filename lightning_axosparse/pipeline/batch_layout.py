@@ -258,21 +258,20 @@ def _laid_out(batch: Any, dim_of: Callable[[Path, Any], int | None]) -> BatchLay
     dims: dict[Path, int] = {}
     whole: list[Path] = []
     objects: list[Path] = []
-
-    def visit(node: Any, path: Path) -> None:
+    waiting: list[tuple[Path, Any]] = [((), batch)]
+    while waiting:
+        path, node = waiting.pop()
         dim = dim_of(path, node)
         entries = children(node)
         if dim is not None:
             dims[path] = dim
         elif entries and not is_plain(node):
-            for key, child in entries.items():
-                visit(child, (*path, key.text))
+            below = [((*path, key.text), child) for key, child in entries.items()]
+            waiting += reversed(below)
         elif node is not None and not (_is_container(node) and not entries):
             whole.append(path)
             if not is_plain(node) and not is_array(node):
                 objects.append(path)
-
-    visit(batch, ())
     return BatchLayout(dims, tuple(whole), tuple(objects))
 
 

@@ -178,7 +178,8 @@ class PartedStageStep(TrainingStageStep):
             MisconfigurationException: if it does something else there.
         """
         try:  # With a graph, as the step may run a backward pass of its own.
-            output = StepEnd(self.batch).run(self.activations)
+            output = (end := StepEnd(self.batch)).run(self.activations)
+            end.validated()
         except RunAgain as error:  # Gradients have been added, so it is too late for that.
             raise not_by_parts(f"On the batch, unlike on its parts, {error}") from None
         if not all(states.match_python_and_numpy() for states in self._drawn):

@@ -229,7 +229,7 @@ class PipelinedLayers:
                 if run.next_layer == len(self.layers):
                     current.values.begin_stage()
                     if run.behind_layers is not None:
-                        current.contexts.enter_context(run.behind_layers())
+                        current.contexts.enter_context(run.behind_layers(run))
                 return output
             with paused(current.modes) if current.modes else nullcontext():
                 if index == part.stop:

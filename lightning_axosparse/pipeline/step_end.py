@@ -63,8 +63,8 @@ class StepEnd:
             received=Message(joined.activation, joined.tensors),
             sent=None,
             draws=draws,
+            behind_layers=partial(_behind_layers, batch),
         )
-        run.behind_layers = partial(self._behind_layers, run)
         self._ended = joined, run
         with batch.effects.counted():
             try:
@@ -76,31 +76,17 @@ class StepEnd:
 
     def gradients(self) -> list[list[Tensor | None]]:
         """Return the gradients of each micro-batch's layer outputs, after the backward pass."""
+        return self.validated().gradients(len(self._batch.microbatches))
+
+    def validated(self) -> Joined:
+        """Check, after all backward passes, how the run has used unsent values.
+
+        Return its layer outputs.
+        """
         assert self._ended is not None
         (joined, run), self._ended = self._ended, None
         run.validate_placeholders()
-        return joined.gradients(len(self._batch.microbatches))
-
-    @never_compiled  # The last layer calls it, which may be compiled.
-    def _behind_layers(self, run: StepRun) -> AbstractContextManager[object]:
-        """Check the random numbers, and those that Python has read, up to here.
-
-        Return the context for the rest of the run.
-        """
-        read = run.received.content.numbers
-        if len(self._batch.microbatches) > 1 and tuple(run.numbers) != read:
-            raise RunAgain(Rerun.SAMPLES)  # It may have taken another branch.
-        context = ExitStack()
-        context.enter_context(self._batch.effects.behind_layers())
-        numbers = self._batch.numbers.get(self._batch.layers.end)
-        # Else NumPy or Python draw a number for each sample.
-        if numbers is not None and not all(e.match_python_and_numpy() for e in numbers.ends):
-            raise RunAgain(Rerun.SAMPLES)
-        if run.draws is not None:
-            if run.draws.has_drawn():
-                raise RunAgain(Rerun.DRAWS)
-            context.enter_context(paused([run.draws]))
-        return context
+        return joined
 
     def rehearse(self, part: MicroBatch, message: Message, reads: StageReads | None = None) -> Any:
         """Run the end of the step on a part of the batch, in a context that undoes its effects.
@@ -112,7 +98,31 @@ class StepEnd:
         """
         batch = self._batch
         run = StepRun(stage=batch.layers.end, received=message, sent=None, reads=reads)
-        return batch.call(run, part)
+        output = batch.call(run, part)
+        run.progress.placeholders.clear()  # No backward pass checks them.
+        return output
+
+
+@never_compiled  # The last layer calls it, which may be compiled.
+def _behind_layers(batch: Batch, run: StepRun) -> AbstractContextManager[object]:
+    """Check the random numbers, and those that Python has read, up to here.
+
+    Return the context for the rest of the run.
+    """
+    read = run.received.content.numbers
+    if len(batch.microbatches) > 1 and tuple(run.numbers) != read:
+        raise RunAgain(Rerun.SAMPLES)  # It may have taken another branch.
+    context = ExitStack()
+    context.enter_context(batch.effects.behind_layers())
+    numbers = batch.numbers.get(batch.layers.end)
+    # Else NumPy or Python draw a number for each sample.
+    if numbers is not None and not all(e.match_python_and_numpy() for e in numbers.ends):
+        raise RunAgain(Rerun.SAMPLES)
+    if run.draws is not None:
+        if run.draws.has_drawn():
+            raise RunAgain(Rerun.DRAWS)
+        context.enter_context(paused([run.draws]))
+    return context
 
 
 def run_undivided(batch: Batch) -> Any:

@@ -107,8 +107,8 @@ class StepFront:
         """
         if self._error is not None:
             raise self._error
-        mixes = self._batch.mixes
-        if not self._whole or (run.stage > 0 and not mixes):
+        mixes, is_first = self._batch.mixes, run.stage == 0
+        if not self._whole or not (is_first or mixes):
             return
         front = run.front = FrontValues(mixes, self._numbers if mixes else None)
 
@@ -125,7 +125,7 @@ class StepFront:
             front.end_front(rows)
             if results or self._differ:
                 self._compare(part, results)
-            if run.stage > 0:
+            if not is_first:
                 return args, kwargs
             own = _arguments(args, kwargs)
             new = {name: self._argument(part, name, value) for name, value in own.items()}

@@ -31,6 +31,17 @@ PARTS: dict[tuple[int, int], tuple[list[list[int]], ...]] = {
 }
 
 
+def tensors() -> list[torch.Tensor]:
+    """Tensors of many kinds, alike on all ranks."""
+    numbers = torch.arange(6.0).view(2, 3)
+    return [
+        *(numbers.to(dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool)),
+        *(numbers.t(), numbers[:, 1], numbers[0, 0], numbers[:0], torch.complex(numbers, -numbers)),
+        *(torch.complex(numbers, numbers).conj(), numbers.to_sparse()),
+        *(numbers.clone().requires_grad_(), torch.nn.Parameter(numbers)),
+    ]
+
+
 def form_groups() -> dict[Any, Any]:
     """What a rank finds in every grid, one after the other in one job."""
     import torch.distributed as dist
@@ -72,6 +83,7 @@ def of_grid(g_inter: int, replicas_per_batch: int) -> dict[str, Any]:
         "gathered": gather(rank, groups.data),
         "all gathered": all_gather(rank, groups.inter),
         "from first": broadcast_from_first(rank, groups.data),
+        "tensors": broadcast_from_first(tensors(), groups.world),
         "sum": total.tolist(),
     }
 
@@ -121,9 +133,19 @@ def test_collectives_reach_the_ranks_of_their_group_alone(ranks: Any) -> None:
     assert of((1, 1), "sum") == [[0], [1], [2], [3]]
 
 
+def test_tensors_arrive_as_they_are(ranks: Any) -> None:
+    for found in ranks:
+        for arrived, sent in zip(found[1, 1]["tensors"], tensors(), strict=True):
+            assert type(arrived) is type(sent)
+            assert arrived.requires_grad == sent.requires_grad
+            torch.testing.assert_close(arrived, sent, rtol=0, atol=0)
+
+
 def test_groups_are_kept_as_long_as_the_world_that_they_are_part_of(ranks: Any) -> None:
     assert all(found["kept"] for found in ranks)
-    assert all(found["after another start"] == found[2, 1] for found in ranks)
+    for found in ranks:
+        both = [{**each, "tensors": None} for each in (found["after another start"], found[2, 1])]
+        assert both[0] == both[1]
 
 
 def test_a_process_alone_needs_no_process_group() -> None:

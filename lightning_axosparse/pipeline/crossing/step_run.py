@@ -43,8 +43,8 @@ class StepRun:
         reads: records the values of other stages that the stage reads; None if they are known.
         at_first_layer: called with the arguments of the first layer; returns those to use.
         front: follows the values that code before the first layer computes.
-        behind_layers: called at the return of the last layer, in a run of the end of the step;
-            returns a context for the rest of the run.
+        behind_layers: called with the run at the return of the last layer, in a run of the end of
+            the step; returns a context for the rest of the run.
         draws: notices draws outside the layers; None if they are followed, or if another run
             notices them.
         progress: the run's place in the step, to which its placeholders refer.
@@ -62,7 +62,7 @@ class StepRun:
     reads: StageReads | None = None
     at_first_layer: AtFirstLayer | None = None
     front: FrontValues | None = None
-    behind_layers: Callable[[], AbstractContextManager[object]] | None = None
+    behind_layers: Callable[[StepRun], AbstractContextManager[object]] | None = None
     draws: NoticedDraws | None = None
 
     progress: StepProgress = field(init=False, default_factory=StepProgress)

@@ -144,6 +144,7 @@ def serve(listening: int, caller: int, idle_seconds: float) -> None:
     os.chdir("/")
     gc.collect()
     gc.freeze()  # A fork would copy every page of these objects to collect garbage.
+    gc.collect()  # Else the frozen objects count, and delay full collections in ranks.
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The server does not wait for guards.
     listener, caller_ends = socket.socket(fileno=listening), os.pidfd_open(caller)

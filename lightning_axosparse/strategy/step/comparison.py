@@ -143,7 +143,7 @@ class Comparison:
         self._numbers = {
             stage: ComparedNumbers(size, device, drawn.get(stage, ())) for stage in stages
         }
-        self._step = replace(step, numbers=self._numbers, of_pass=self._recorded)
+        self._step = replace(step, numbers=self._numbers)
 
     def compare(
         self, free: Callable[[], int], reduction: Reduction | None, with_graph: bool = False
@@ -187,7 +187,7 @@ class Comparison:
     def _passed(self, parts: Sequence[MicroBatch]) -> tuple[dict[int, list[Activation]], _Changes]:
         """Run forward passes; return the activations of stages, and the changes of their layers."""
         self._changes = {}
-        step = replace(self._step, microbatches=parts)
+        step = replace(self._step, microbatches=parts, of_pass=self._recorded)
         steps = self._run.pipeline.forward(step, _ComparedStep)
         return {stage: each.activations for stage, each in steps.items()}, self._changes
 
@@ -285,7 +285,7 @@ class Comparison:
     ) -> ComparisonResult:
         """Compare losses and their gradients, on the last stage."""
         layouts = SampleLayouts({**self._step.layouts.known, **result.layouts})
-        step = replace(self._step, layouts=layouts)
+        step = replace(self._step, layouts=layouts, of_pass=self._recorded)
         weights = LossWeights(reduction, step.microbatches)
         try:
             with torch.enable_grad():

@@ -67,7 +67,7 @@ class OpenPipeline:
                 limit,
                 partial(all_gather, group=groups.inter),
                 None if groups.ordered is None else SharedOrder.of(groups.ordered),
-                self._outer_parameters,
+                partial(_outer_parameters, stage_module),
             )
             self.metrics = PipelinedMetrics(
                 module,
@@ -105,7 +105,8 @@ class OpenPipeline:
         own = [layers.names[index] for stage in stages for index in layers.part(stage)]
         return ModuleState(self.stage_module.module, self.effects.reached, own)
 
-    def _outer_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters outside the layers that are trained."""
-        outside = self.stage_module.sharding.parameters_outside_layers()
-        return [parameter for parameter in outside if parameter.requires_grad]
+
+def _outer_parameters(stage_module: StageModule) -> list[nn.Parameter]:
+    """Return the parameters outside the layers that are trained."""
+    outside = stage_module.sharding.parameters_outside_layers()
+    return [parameter for parameter in outside if parameter.requires_grad]
