@@ -18,6 +18,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig
 from torch import nn
@@ -56,13 +57,21 @@ def composed(name: str, arguments: list[str]) -> DictConfig:
     """Compose a run, of a sweep the first."""
     parsed = OverridesParser.create().parse_overrides([a for a in arguments if a != "-m"])
     overrides = [
-        f"{override.get_key_element()}={next(override.sweep_string_iterator())}"
+        f"{override.get_key_element()}={first_value(override)}"
         if override.is_sweep_override()
         else override.input_line
         for override in parsed
     ]
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         return compose(name, overrides, return_hydra_config=True)
+
+
+def first_value(override: Override) -> object:
+    """The first value of a sweep, or the least one of an interval."""
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return value.start
+    return next(override.sweep_string_iterator())
 
 
 def exists(file: str) -> None:
@@ -72,8 +81,9 @@ def exists(file: str) -> None:
 class MyModule(BoringModel):
     """A module of a user."""
 
-    def __init__(self) -> None:
+    def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
+        self.lr = lr
         self.layers = nn.Sequential(self.layer, nn.Linear(2, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -124,7 +124,11 @@ class TicketCallback(Callback, ABC):
         """
         now = Progress(trainer.global_step, trainer.current_epoch)
         if self.drawn_at is not None and now.steps < self.drawn_at:
-            self.drawn_at = None  # Another run drew the ticket.
+            self.drawn_at = None
+            rank_zero_warn(
+                f"{type(self).__name__} prunes from the start of this run, by the ticket that it "
+                "drew in an earlier one. A new callback would draw another." + see("tickets")
+            )
         self._last = self._last or now
         self._act_if_due(trainer, now)
 
@@ -169,6 +173,8 @@ class TicketCallback(Callback, ABC):
             self._restore(state_dict)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
+        if self.drawn_at is not None:  # By an earlier fit of this callback, not by the user.
+            self.ticket = None
         if state["ticket"] is not None:
             ticket = self.ticket_class.from_state_dict(state["ticket"])
             if self.ticket not in (None, ticket):

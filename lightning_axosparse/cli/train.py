@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 import warnings
@@ -37,7 +36,7 @@ from lightning_axosparse.cli.job import (
     settings_of,
 )
 from lightning_axosparse.distributed.grid import divisors
-from lightning_axosparse.strategy.compat.internals import callbacks_of
+from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides
 from lightning_axosparse.support.arguments import INDEX, NOT_NEGATIVE, SEED, TEXT, check, short_repr
 from lightning_axosparse.support.troubleshooting import see
 
@@ -124,7 +123,8 @@ def train(config: DictConfig) -> float | None:
     Values are validated before any rank starts.
 
     Returns:
-        The last validation loss, which sweepers minimize.
+        The last validation loss, which sweepers minimize; None if there is none, or it is not
+        finite.
     """
     check(ValueError, {name: OmegaConf.select(config, name) for name in _KINDS}, _KINDS)
     validate_trainer(config.trainer)
@@ -144,11 +144,17 @@ def train(config: DictConfig) -> float | None:
         logger=[instantiate(logger) for logger in config.logger.values()],
     )
     trainer.fit(model, datamodule=data)
-    loss = trainer.callback_metrics.get("val_loss")
-    trainer.test(model, datamodule=data, verbose=False)
+    loss = trainer.callback_metrics.get(monitored(config))
+    if overrides(model, "test_step") and overrides(data, "test_dataloader"):
+        trainer.test(model, datamodule=data, verbose=False)
     if trainer.is_global_zero:
         save_and_print_results(config, settings, trainer, model)
-    return None if loss is None else float(loss)
+    return None if loss is None or not loss.isfinite() else float(loss)
+
+
+def monitored(config: DictConfig) -> str:
+    """Return the name of the validation loss, by which the jobs of a sweep are compared."""
+    return OmegaConf.select(config, "callbacks.report.val_loss") or "val_loss"
 
 
 def validate_trainer(options: DictConfig) -> None:
@@ -245,7 +251,7 @@ def _job_of_sweep(config: DictConfig) -> float | None:
             return train(config)
     except Exception as error:
         _log.error("Failed: %s", error_message(error))
-        return math.nan
+        return None
 
 
 if __name__ == "__main__":

@@ -108,6 +108,13 @@ def test_a_ticket_of_another_shape_is_rejected_where_the_weights_are_sparse_alre
         fit(GradualPruning(ticket=other), 1, model)
 
 
+def test_a_callback_of_an_earlier_run_says_that_it_has_a_ticket():
+    callback = GradualPruning(0.5, 1, 4)
+    fit(callback, 2)
+    with pytest.warns(UserWarning, match="GradualPruning prunes from the start.*an earlier one"):
+        fit(callback, 1)
+
+
 def test_a_checkpoint_with_another_ticket_is_rejected(ticket, tmp_path):
     path = tmp_path / "a.ckpt"
     fit(GradualPruning(0.5, 1, 4), 2, callbacks=[SavedAt(1, path)])

@@ -13,6 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -233,6 +234,39 @@ def test_the_whole_error_is_raised_where_hydra_is_asked_for_it(
     monkeypatch.setattr(sys, "argv", ["axosparse-train", *SMALL, "model.heads=time"])
     with pytest.raises(InstantiationException):
         entry.main()
+
+
+class Untested(BoringModel):
+    """Has no ``test_step``, fails or diverges if told to, and has a name of its own for a loss."""
+
+    test_step = L.LightningModule.test_step
+
+    def __init__(self, fails: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        self.fails, self.factor = fails, factor
+
+    def validation_step(self, batch, batch_idx):
+        if self.fails:
+            raise ArithmeticError("told to")
+        self.log("valid/loss", self.factor * self.loss(self(batch)))
+
+
+def test_a_job_returns_the_loss_of_its_name_or_none_for_a_sweeper(tmp_path, caplog):
+    def value(*overrides):
+        own = [f"model._target_={__name__}.Untested", *OWN["data=own"], "model=own", "data=own"]
+        quiet = ["strategy=single", "trainer.max_epochs=1", "trainer.enable_progress_bar=false"]
+        quiet += [
+            "callbacks.timeline=null",
+            "++trainer.limit_train_batches=2",
+        ]
+        name = "callbacks.report.val_loss=valid/loss"
+        folder = f"folder={tmp_path}/{len([*tmp_path.iterdir()])}"
+        return entry._job_of_sweep(configured(*own, *quiet, name, folder, *overrides))
+
+    assert 0 < value() < 100
+    assert value("+model.factor=nan") is None
+    assert value("+model.fails=true") is None
+    assert "Failed: told to" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["default", "fdr", "limit", "overfit", "profiler"])

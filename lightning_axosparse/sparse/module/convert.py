@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -153,6 +154,21 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
         if entry.layout is not None:
             _to_dense(entry, [] if optimizer is None else [optimizer])
     renew_reducers(module)
+
+
+def densify_for(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Make those parameters dense of which a state dict to be loaded has pruned entries.
+
+    Loading a checkpoint from before the ticket into sparse parameters would drop these entries.
+    """
+    for entry in sparse_parameters(module).values():
+        dense = next((state[name] for name in entry.names if name in state), None)
+        if entry.parameter.is_meta or dense is None or dense.shape != entry.shape:
+            continue
+        assert entry.layout is not None
+        unpruned = entry.layout.to(dense.device).compress(dense)
+        if unpruned.count_nonzero() < dense.count_nonzero():
+            _to_dense(entry, [])
 
 
 def _checked_layout(name: str, entry: OwnedParameter, mask: Tensor) -> Layout:

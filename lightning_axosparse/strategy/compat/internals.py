@@ -106,6 +106,15 @@ def with_given_loader(trainer: Trainer, arguments: Sequence[Any]) -> AbstractCon
     return patched(trainer.fit_loop._data_source, "instance", arguments[1] if is_fit else None)
 
 
+def attach_datamodule(trainer: Trainer) -> None:
+    """Let hooks of the module or its datamodule move batches, also outside of a run.
+
+    ``to_onnx`` and ``to_torchscript`` call them.
+    """
+    datamodule = vars(trainer)["datamodule"]
+    trainer._data_connector.attach_datamodule(trainer.lightning_module, datamodule)
+
+
 def overrides(owner: object | None, *hooks: str) -> bool:
     """Whether a LightningModule, LightningDataModule or callback overrides one of these hooks."""
     return any(is_overridden(hook, owner) for hook in hooks)

@@ -44,6 +44,9 @@ _MODULE_INTERNALS = {*vars(LightningModule()), "_compiled_call_impl"} - {
     "_buffers",
     "_non_persistent_buffers_set",
     "_trainer",
+    "_dtype",
+    "_example_input_array",
+    "_strict_loading",
     "training",
 }
 

@@ -18,7 +18,11 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_axosparse.distributed.mpi.environment import check_can_start
-from lightning_axosparse.strategy.compat.internals import callbacks_of, with_given_loader
+from lightning_axosparse.strategy.compat.internals import (
+    attach_datamodule,
+    callbacks_of,
+    with_given_loader,
+)
 from lightning_axosparse.strategy.compat.lockstep import restore_handlers_in_teardown
 from lightning_axosparse.strategy.launcher import fork_server, mpiexec
 from lightning_axosparse.strategy.launcher.call import Call, ProcessState, origin_of_main
@@ -115,6 +119,7 @@ class MPILauncher(_Launcher):
             for rank in range(self._processes):
                 read_tensors(folder / f"weights-{rank}", trainer.lightning_module)
             trainer.strategy.connect(trainer.lightning_module)
+            attach_datamodule(trainer)
 
     def kill(self, signum: int) -> None:
         """Send a signal to the ranks, if they are running."""

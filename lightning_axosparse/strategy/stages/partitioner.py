@@ -26,6 +26,7 @@ from lightning_axosparse.pipeline.shard.sharded_module import (
 from lightning_axosparse.pipeline.shard.sharding import Sharding
 from lightning_axosparse.pruning.ticket import Ticket
 from lightning_axosparse.sparse import sparsify
+from lightning_axosparse.sparse.module.convert import densify_for
 from lightning_axosparse.sparse.module.optimizer_state import dense_shapes
 from lightning_axosparse.strategy.compat.internals import callbacks_of, overrides, trainer_of
 from lightning_axosparse.strategy.compat.loaders import first_step
@@ -83,6 +84,7 @@ class Partitioner:
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load this rank's tensors from the state of the full module."""
+        densify_for(self.module, state)
         local, others = self.split()
         allocate(local.values())
         load_values(self.module, state, strict, others.values())

@@ -84,7 +84,8 @@ class Model(BoringModel):
         self.ranks: set[int] = set()
 
     def setup(self, stage: str) -> None:
-        self.lazy(torch.ones(1, 2))
+        self.lazy(torch.ones(1, 2, dtype=self.dtype))
+        self.example_input_array, self.strict_loading = torch.ones(1, 32), False
 
     def configure_model(self) -> None:
         if not hasattr(self, "late"):
@@ -142,6 +143,9 @@ class Data(LightningDataModule):
 
     val_dataloader = predict_dataloader = train_dataloader
 
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return 2 * batch
+
 
 def session(ranks: int, folder: Path) -> dict[str, Any]:
     """A user's day: fit, predict, fit on; and all that they may look at afterwards."""
@@ -154,6 +158,7 @@ def session(ranks: int, folder: Path) -> dict[str, Any]:
         accelerator="auto",
         max_epochs=2,
         callbacks=[watch, best],
+        precision="64-true",
         default_root_dir=folder,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -181,6 +186,8 @@ def session(ranks: int, folder: Path) -> dict[str, Any]:
         "seen": list(seen),
         "batches": model.batches.item(),
         "kept": watch.kept,
+        "properties": (model.dtype, model.strict_loading, model.example_input_array.tolist()),
+        "moved": model._apply_batch_transfer_handler(torch.ones(1)).tolist(),
     }
     assert Path(best.best_model_path).exists()
     trainer.save_checkpoint(folder / "last.ckpt", weights_only=True)
