@@ -104,8 +104,9 @@ def load_sparse(
         ticket = _ticket_of(state, skipped)
     if ticket is None:
         raise ValueError(
-            "There is no ticket in the file, so nothing tells which weights to keep. Pass `ticket=`"
-            ": the callback that pruned has it as its `ticket`." + see("checkpoints")
+            "There is no ticket in the file, so nothing tells which weights to keep; a checkpoint "
+            "from before the draw has none yet. Pass `ticket=`: the callback that pruned has it as "
+            "its `ticket`." + see("checkpoints")
         )
     ticket.validate_shapes(owned)
     stored = _load_sparse_state(module, owned, state, ticket.masks, skipped)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
@@ -434,10 +435,26 @@ class PipelineStrategy(MPIStrategy):
         ticket = ChannelTicket.in_checkpoint(checkpoint)
         if ticket is not None:
             ticket.apply(self._module)
-        if isinstance(self._state, Running):
-            self._state.checkpoints.load_model(checkpoint["state_dict"], strict)
-        else:
-            self._layers.load(checkpoint["state_dict"], strict)
+        with self._explained_sizes():
+            if isinstance(self._state, Running):
+                self._state.checkpoints.load_model(checkpoint["state_dict"], strict)
+            else:
+                self._layers.load(checkpoint["state_dict"], strict)
+
+    @contextmanager
+    def _explained_sizes(self) -> Iterator[None]:
+        """Explain why sizes differ if channels of the module have been removed."""
+        try:
+            yield
+        except RuntimeError as error:
+            tickets = (getattr(each, "ticket", None) for each in callbacks_of(self._module.trainer))
+            if not any(isinstance(each, ChannelTicket) for each in tickets):
+                raise
+            raise MisconfigurationException(
+                "The checkpoint does not fit the module, of which channels have been removed: it "
+                "may be from before that. Load it into a new module, with all channels, by a "
+                "Trainer with a new callback." + see("channels")
+            ) from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's part of the whole states of the optimizers."""

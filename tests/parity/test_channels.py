@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
@@ -223,6 +224,17 @@ def test_a_checkpoint_loads_into_a_module_that_its_ticket_has_shrunk(
     assert float(run.callback_metrics["val_loss"]) == pytest.approx(
         record.validated[-1]["val_loss"], abs=1e-12
     )
+
+
+def test_a_checkpoint_from_before_the_draw_needs_a_module_with_all_channels(
+    ranks: Any, folder: Path
+) -> None:
+    assert ChannelTicket.in_checkpoint(torch.load(folder / "epoch=0.ckpt")) is None
+    module, callback = Classifier("vgg"), EarlyBirdChannels(ticket=ranks[0][0]["whole"][1])
+    callback.ticket.apply(module)
+    run = trainer(AxoSparseStrategy(), callbacks=[callback])
+    with pytest.raises(MisconfigurationException, match=r"channels have been removed.*new module"):
+        run.validate(module, data(2), ckpt_path=folder / "epoch=0.ckpt", verbose=False)
 
 
 def test_micro_batches_and_a_regrid_change_nothing(ranks: Any) -> None:
