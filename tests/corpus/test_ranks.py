@@ -35,6 +35,7 @@ OF_RANKS = (
     "GivesLayersABuffer",
     "HasAMemoryInADict",
     "HasAMemoryOfAllLayers",
+    "KeepsMetricsOutsideItsModules",
     "KeepsOutputsInADeque",
     "KeepsTheBest",
     "LogsOnTheFirstRank",

@@ -38,7 +38,8 @@ from lightning_axosparse.support.torch_internals import (
     version_of,
 )
 
-_OF_LIBRARIES = MODULE_ATTRIBUTES | frozenset(vars(LightningModule()))
+OF_LIBRARIES = MODULE_ATTRIBUTES | frozenset(vars(LightningModule()))
+"""Names of attributes of modules that torch and Lightning use themselves."""
 _HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
 _COUNTS = (int, float, complex, Tensor, np.ndarray, np.generic)
 """Types of values that, but for bools, never record that a step has prepared something."""
@@ -141,7 +142,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 def _ignored(owner: Any) -> Collection[str]:
     """Return the names of attributes that torch and Lightning use themselves."""
-    return _OF_LIBRARIES if isinstance(owner, nn.Module) else ()
+    return OF_LIBRARIES if isinstance(owner, nn.Module) else ()
 
 
 @cache

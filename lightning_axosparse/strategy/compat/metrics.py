@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -10,13 +10,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_axosparse.pipeline.crossing.skip_tensors import unnumbered
+from lightning_axosparse.pipeline.state.module_state import OF_LIBRARIES
+from lightning_axosparse.pipeline.state.values import entries
 from lightning_axosparse.support.object_trees import object_leaves
 from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import without_dispatch_modes
@@ -58,7 +60,9 @@ class PipelinedMetrics:
     Runs of a step on micro-batches do not change metrics (:meth:`skipped`).
 
     Args:
-        module: the LightningModule, with metrics among its submodules.
+        module: the LightningModule; metrics may also be in lists, dicts and objects of the user
+            that it, a submodule or a callback has as attributes.
+        callbacks: the Trainer's callbacks.
         data_group: this stage in all replicas; None if there is one replica.
         from_last_stage: returns the value of the last stage on every stage of the pipeline.
         is_last_stage: whether this process runs the last stage.
@@ -71,12 +75,13 @@ class PipelinedMetrics:
     def __init__(
         self,
         module: LightningModule,
+        callbacks: Sequence[Callback],
         data_group: dist.ProcessGroup | None,
         from_last_stage: Callable[[Any], Any],
         is_last_stage: bool,
         refuse_inside: Callable[[str], None],
     ) -> None:
-        self._module, self._data_group = module, data_group
+        self._module, self._callbacks, self._data_group = module, callbacks, data_group
         self._refuse_inside = refuse_inside
         self._from_last_stage, self._is_last_stage = from_last_stage, is_last_stage
         self._mode = _SHARED
@@ -137,8 +142,22 @@ class PipelinedMetrics:
             vars(metric).update(states, _update_count=count, _computed=None)
 
     def _metrics(self) -> Iterator[Any]:
-        kinds = Metric, MetricCollection
-        return (module for module in self._module.modules() if isinstance(module, kinds))
+        """Yield the metrics in attributes of the module, its submodules and the callbacks."""
+        seen: set[int] = set()
+        waiting: list[Any] = [self._module, *map(vars, self._callbacks)]
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, (Metric, MetricCollection)):
+                yield value
+            if isinstance(value, nn.Module):
+                own = vars(value).items()
+                waiting += value.children()
+                waiting += (each for name, each in own if name not in OF_LIBRARIES)
+            else:
+                waiting += (entries(value) or {}).values()
 
     def _skips(self, *arguments: Any) -> bool:
         """Whether the present run leaves metrics unchanged; record that it has called one."""

@@ -24,6 +24,7 @@ from lightning_axosparse.strategy.compat.gradients import (
     restore_precision,
     show_whole_gradients,
 )
+from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.effects import StepEffects
@@ -71,6 +72,7 @@ class OpenPipeline:
             )
             self.metrics = PipelinedMetrics(
                 module,
+                callbacks_of(module.trainer),
                 groups.data,
                 partial(groups.broadcast_along_pipeline, stage=stage_module.last_stage),
                 stage_module.runs_last_stage,

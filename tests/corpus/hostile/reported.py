@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -193,3 +194,45 @@ class Twice(torch.optim.SGD):
 class MinimizesSharpness(Regression):
     def configure_optimizers(self) -> Any:
         return Twice(self.parameters(), lr=0.05)
+
+
+class Meter:
+    """An object of the user that holds a metric."""
+
+    def __init__(self) -> None:
+        self.samples = SumMetric()
+
+
+class ListensForLosses(Callback):
+    """Has a metric of its own."""
+
+    def __init__(self) -> None:
+        self.losses = CatMetric()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.update(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.seen += self.losses.compute().tolist()
+
+
+@entry(equal=True, trainer={"callbacks": [ListensForLosses]})
+class KeepsMetricsOutsideItsModules(Regression):
+    """In a list, a dict and an object of its own, and in a callback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed, self.named, self.meter = [MeanMetric()], {"last": CatMetric()}, Meter()
+        self.seen: list[float] = []
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self(x)
+        loss = F.mse_loss(out, y)
+        self.listed[0].update(loss)
+        self.named["last"].update(out.mean())
+        self.meter.samples.update(len(x))
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        metrics = self.listed[0], self.named["last"], self.meter.samples
+        self.seen += [value for each in metrics for value in each.compute().view(-1).tolist()]

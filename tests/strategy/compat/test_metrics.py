@@ -40,6 +40,7 @@ def attached(module: LightningModule, groups: ProcessGroups | None = None) -> Pi
     last = groups.grid.g_inter - 1
     metrics = PipelinedMetrics(
         module,
+        (),
         groups.data,
         lambda value: groups.broadcast_along_pipeline(value, last),
         groups.grid.stage == last,
