@@ -75,14 +75,16 @@ class Counting(Plain):
 class AveragingLayer(nn.Module):
     """Divides by a moving average, which autograd keeps for the backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool = False) -> None:
         super().__init__()
         self.register_buffer("average", torch.ones(WIDTH))
+        self.in_place = in_place
 
     def forward(self, x: Tensor) -> Tensor:
-        out = x / self.average
+        out = x / self.average.clone()
         if self.training:
-            self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
+            average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
+            self.average = self.average.copy_(average) if self.in_place else average
         return out
 
 
@@ -110,6 +112,24 @@ class Hooked(Plain):
             nn.utils.spectral_norm(layer) if i == 2 else layer
             for i, layer in enumerate(super().layers())
         ]
+
+
+class CountingInHooks(Plain):
+    """Hooks of layers count in a buffer and an attribute, and multiply by them."""
+
+    def layers(self) -> list[nn.Module]:
+        layers = super().layers()
+        for layer in layers[1:3]:
+            layer.register_buffer("calls", torch.tensor(0))
+            layer.register_forward_pre_hook(self.count)
+        layers[1].register_forward_hook(lambda layer, args, out: out * layer.calls)
+        layers[2].register_forward_hook(lambda layer, args, out: out / layer.number)
+        return layers
+
+    @staticmethod
+    def count(layer: nn.Module, args: Any) -> None:
+        layer.calls += 1
+        layer.number = getattr(layer, "number", 0) + 1
 
 
 class Meter:
@@ -201,8 +221,8 @@ def train(
     return (facts.kept, network.facts()), whole_state(run, network), said
 
 
-def pipelined(stages: int = 2, **options: Any) -> AxoSparseStrategy:
-    return AxoSparseStrategy(stages, 4, pipeline="model", **options)
+def pipelined(stages: int = 2, microbatches: int = 4, **options: Any) -> AxoSparseStrategy:
+    return AxoSparseStrategy(stages, microbatches, pipeline="model", **options)
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -211,10 +231,30 @@ def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(weights, their_weights, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("module", [Counting, Spectral, Hooked])
-def test_layers_that_are_computed_again(module: type[Plain]) -> None:
+@pytest.mark.parametrize("module", [Counting, Spectral, Hooked, CountingInHooks])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 1}, {"recompute": 1}])
+def test_layers_that_change(module: type[Plain], options: dict[str, Any]) -> None:
     expected = train(module, "auto")
-    assert_equal(train(module, pipelined(transport="loopback", recompute=1)), expected)
+    assert_equal(train(module, pipelined(transport="loopback", **options)), expected)
+
+
+class Renormalizing(Plain):
+    """Divides by moving averages, which one layer sets, and another one writes to."""
+
+    def layers(self) -> list[nn.Module]:
+        writes = AveragingLayer(in_place=True)
+        return [nn.Linear(FEATURES, WIDTH), AveragingLayer(), nn.Tanh(), writes]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_layers_are_recomputed_with_their_buffers(stages: int) -> None:
+    grid = {"transport": "loopback", "microbatches": 1, "recompute": 1}
+    found = train(Renormalizing, pipelined(stages, **grid))
+    assert_equal(found, train(Renormalizing, "auto"))
+    divided = [
+        train(Renormalizing, pipelined(2, transport="loopback", recompute=r)) for r in (None, 1)
+    ]
+    assert_equal(*divided)
 
 
 def test_a_layer_that_averages_samples_is_named() -> None:

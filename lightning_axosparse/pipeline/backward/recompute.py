@@ -148,6 +148,10 @@ class _Call:
     state: _GlobalState
     remembered: Contexts
     buffers: list[Tensor]
+    changed: list[tuple[nn.Module, str, Tensor]]
+    """The owner and the name of each buffer that the first pass has changed, and a copy from before
+    it.
+    """
 
     def again(self, previous_outputs: list[Any]) -> Any:
         """Compute the layer again."""
@@ -159,7 +163,7 @@ class _Call:
 
         args, kwargs = tree_map(restore, self.inputs)
         try:
-            with self.state.restored(), self.remembered():
+            with self.state.restored(), self._buffers_before(), self.remembered():
                 return self.compute(*args, **kwargs)
         except Exception as error:
             raise RuntimeError(
@@ -168,12 +172,23 @@ class _Call:
                 + see("recomputing")
             ) from error
 
+    @contextmanager
+    def _buffers_before(self) -> Iterator[None]:
+        present = [owner._buffers[name] for owner, name, _ in self.changed]
+        for owner, name, before in self.changed:
+            owner._buffers[name] = before
+        try:
+            yield
+        finally:
+            for (owner, name, _), buffer in zip(self.changed, present, strict=True):
+                owner._buffers[name] = buffer
+
 
 class Segment:
     """Consecutive layers of one micro-batch that are computed a second time in backward.
 
-    The second pass draws the same random numbers from torch's generators, and changes neither the
-    generators nor buffers such as running means.
+    The second pass begins with the same buffers and states of torch's generators, and changes
+    neither.
 
     Args:
         device: device of the layers.
@@ -205,17 +220,26 @@ class Segment:
         inputs = tree_map_only(Tensor, self._saved_input, (args, dict(kwargs)))
         state, remembered = _GlobalState(self._device), self._remember(layer)
         objects = [(each, _attributes(each)) for each in tree_leaves((args, dict(kwargs)))]
+        buffers = _buffers(layer)
+        copies = [(version_of(each), each.detach().clone()) for _, _, each in buffers]
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with saved, self._collectives.recorded():
             output = compute(*args, **kwargs)
-        changed = [each for each, before in objects if not _same(_attributes(each), before)]
-        if changed:
+        written = [each for each, before in objects if not _same(_attributes(each), before)]
+        if written:
             raise MisconfigurationException(
-                f"Layer {name!r} changes attributes of a {type(changed[0]).__name__} that it is "
+                f"Layer {name!r} changes attributes of a {type(written[0]).__name__} that it is "
                 "given, so it cannot be recomputed from what it was given. Return a new object, or "
                 "leave recompute out." + see("recomputing")
             )
-        self._calls.append(_Call(name, compute, inputs, state, remembered, list(layer.buffers())))
+        changed = [
+            (owner, each, before)
+            for (owner, each, buffer), (version, before) in zip(buffers, copies, strict=True)
+            if owner._buffers.get(each) is not buffer or version_of(buffer) != version
+        ]
+        self._calls.append(
+            _Call(name, compute, inputs, state, remembered, list(layer.buffers()), changed)
+        )
         self._outputs = [
             (weakref.ref(leaf), version_of(leaf)) if isinstance(leaf, Tensor) else None
             for leaf in tree_leaves(output)
@@ -267,6 +291,15 @@ class Segment:
             f"Layers {names} saved {len(self._shapes)} tensors for backward and, recomputed, "
             f"{len(shapes)}, or of other shapes. {_SAME_BOTH_TIMES}" + see("recomputing")
         )
+
+
+def _buffers(layer: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the owner, the name and the tensor of each buffer of a layer."""
+    return [
+        (owner, name, buffer)
+        for owner in layer.modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+    ]
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from lightning_axosparse.pipeline.joining import SampleLayouts
 from lightning_axosparse.pipeline.rerun import Rerun
 from lightning_axosparse.pipeline.rng import DrawnSamples
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
-from lightning_axosparse.pipeline.state.module_state import ModuleState
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonResult
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
@@ -108,8 +107,6 @@ class StepLearner:
         self._trainer, self._reduction = trainer, reduction
         self._free, self._tolerance = free, tolerance
         self._reported: set[str] = set()
-        self._probed: ModuleState | None = None
-        """The state of the layers before a batch that was probed."""
 
     def begin_batch(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> Batch:
         """Probe which values stages read, and compare a batch that is due.
@@ -117,12 +114,12 @@ class StepLearner:
         Returns:
             The batch, with one micro-batch if it cannot be divided.
         """
-        self._probed = None
         if not step.microbatches:
             return step
         if known.is_undivided:
             step = undivided(step)
-        if known.crossing is None and run.pipeline.is_divided:
+        is_first = known.crossing is None and run.pipeline.is_divided
+        if is_first:
             self._probe(run, known, step)
         trains = self._trainer.training
         declared = self._reduction if trains and not known.reads_numbers else None
@@ -136,6 +133,8 @@ class StepLearner:
         # Without stages and by a whole loss, the batch passes as a whole.
         runs_parts = run.pipeline.is_divided or declared is not None
         if len(step.microbatches) == 1 or not runs_parts:
+            if is_first:
+                self._learn_state(run, known, step)
             return step
         if known.begin_batch(trains and self._trainer.fit_loop.batch_idx == 0):
             self._compare(run, known, step, declared)
@@ -148,8 +147,6 @@ class StepLearner:
             The batch, with one micro-batch if it cannot be divided.
         """
         run.effects.begin_batch()
-        if self._probed is not None:
-            self._probed.rewind()
         known.draws |= rerun is Rerun.DRAWS
         known.mixes |= rerun is Rerun.MIXES
         known.has_other_effects |= rerun is Rerun.HAS_OTHER_EFFECTS
@@ -242,10 +239,21 @@ class StepLearner:
             known.drawn = outside  # Else other batches draw more.
         return result, comparison.drawn
 
-    def _probe(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
+    @staticmethod
+    def _probe(run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
         """Find out which values of other stages the step reads."""
-        with run.layers_rewound(run.stage_module.stages) as self._probed:
+        with run.layers_rewound(run.stage_module.stages):
             known.add_reads(run.pipeline.probe(replace(step, layouts=known.layouts)))
+
+    def _learn_state(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
+        """Learn what layers and their hooks count, of a batch that passes as a whole."""
+        layouts = replace(known.layouts, compares=True)
+        step = replace(
+            step, crossing=known.crossing, layouts=layouts, mixes=known.mixes, failures=[]
+        )
+        result = Comparison(run, step, self._tolerance, {}).compare(self._free, None)
+        run.effects.begin_batch()
+        run.layer_state.learn(result.counted, result.rewritten)
 
     def _warn_of_failure(self, known: LoaderSteps, step: Batch) -> None:
         """Warn of the first error in a run on a micro-batch, on the rank that has raised it."""

@@ -92,12 +92,12 @@ class OpenPipeline:
         self._undo.close()
 
     @contextmanager
-    def layers_rewound(self, stages: Collection[int]) -> Iterator[ModuleState]:
+    def layers_rewound(self, stages: Collection[int]) -> Iterator[None]:
         """Undo, after the context, the changes to the layers of some stages."""
         state = self.state_of_layers(stages)
         try:
             with state.writes():
-                yield state
+                yield
         finally:
             state.rewind()
 
