@@ -177,8 +177,8 @@ class AxoSparseStrategy(PipelineStrategy):
         Every rank of a pipeline has to iterate to the end.
 
         Yields:
-            The name and the parameter, or a copy of that of another stage, with its ``grad``. A
-            sparse weight is the vector of its unpruned values.
+            The name and the parameter, or a copy of that of another stage, with its ``grad``; of a
+            sparse weight, a dense copy.
         """
         yield from self._state.run.stage_module.whole_parameters()
 

@@ -28,6 +28,7 @@ from lightning_axosparse.sparse.module.optimizer_state import (
 )
 from lightning_axosparse.sparse.module.parameters import (
     OwnedParameter,
+    dense_copy,
     owned_parameters,
     set_values,
 )
@@ -195,12 +196,15 @@ class SplitParameter:
         return convert_state(state, self.entry.layout.shape, self._gather)
 
     def gather_copy(self) -> nn.Parameter:
-        """Return a copy of the whole parameter with its gradient; collective."""
-        (_, join), gradient = self.prepare_join(), self.gradient()
+        """Return a dense copy of the whole parameter with its gradient; collective."""
+        (layout, join), gradient = self.prepare_join(), self.gradient()
         parameter = self.entry.parameter
         whole = nn.Parameter(join(parameter.detach()), parameter.requires_grad)
         whole.grad = None if gradient is None else join(gradient)
-        return whole
+        stored = self.entry.stored
+        if stored is None or layout is None:
+            return whole
+        return dense_copy(whole, stored._replace(layout=layout))
 
     def gather_stored(self, state: Mapping[str, Any]) -> Stored:
         """Return the whole parameter and its state as one process stores them; collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 
-from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse import AxoSparseStrategy, GradualPruning
 from tests.parity.cases import FEATURES, Net, difference, fit, trainer
 from tests.ranks import run_ranks
 
@@ -86,6 +87,25 @@ class Reading(Net):
         torch.save(self.state_dict(), io.BytesIO())
 
 
+class Taught(Net):
+    """A dense teacher follows the student, whose weights are pruned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self(batch[0]) - self.teacher(batch[0]) + batch[1][:, None]).square().mean()
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *args: Any) -> None:
+        old = dict(self.teacher.named_parameters())
+        for name, weight in self.trainer.strategy.whole_parameters():
+            if name.startswith("model."):
+                old[name.removeprefix("model.")].lerp_(weight, 0.1)
+                assert weight.grad is None or weight.grad.shape == weight.shape
+
+
 class Reversible(nn.Linear):
     def inverse(self, y: Tensor) -> Tensor:
         return (y - self.bias) @ self.weight
@@ -127,8 +147,16 @@ def read(strategy: Any, ranks: int = 1) -> tuple[list[str], dict[str, Any]]:
     return module.raised, module.whole
 
 
+def taught(strategy: Any, ranks: int = 1) -> Any:
+    prunes = GradualPruning(0.7, start=2, end=5, every=1, which={"teacher.*": False})
+    L.seed_everything(0, verbose=False)
+    settings = {"max_epochs": 1, "precision": "64-true", "callbacks": [prunes]}
+    return fit(trainer(strategy, ranks, **settings), Taught())
+
+
 def on_ranks() -> tuple[dict[str, Any], Any]:
     asked = {name: train(module, strategy(), 2) for name, module in MODULES.items()}
+    asked["taught"] = taught(strategy(), 2)
     return asked, read(strategy(), 2)
 
 
@@ -156,6 +184,14 @@ def test_what_is_not_known_raises_and_can_be_had(ranks: list[Any]) -> None:
         for name, pair in expected.items():
             for ours, theirs in zip(whole[name], pair, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_dense_teacher_follows_weights_that_are_pruned(ranks: list[Any]) -> None:
+    expected = taught(AxoSparseStrategy())
+    assert (expected.weights["model.2.weight"] == 0).any()
+    assert (expected.weights["teacher.2.weight"] != 0).all()
+    for records, _ in ranks:
+        assert difference(expected, records["taught"]) <= 1e-12
 
 
 def test_a_layer_that_is_used_by_another_method_is_refused_at_once(

@@ -84,6 +84,19 @@ class OwnedParameter:
         return layout.densify(self.parameter.detach().to(form.dtype))
 
 
+def dense_copy(parameter: nn.Parameter, stored: SparseStorage) -> nn.Parameter:
+    """Return a dense copy of a sparse parameter with its gradient, if that is a plain tensor."""
+    layout, form = stored
+
+    def dense(values: Tensor) -> Tensor:
+        return layout.densify(values.detach().to(form.dtype))
+
+    copy = nn.Parameter(dense(parameter), parameter.requires_grad)
+    if type(parameter.grad) is Tensor:
+        copy.grad = dense(parameter.grad)
+    return copy
+
+
 def owned_parameters(module: nn.Module) -> list[OwnedParameter]:
     """Return every parameter of ``module`` once, in module order."""
     owned: dict[int, OwnedParameter] = {}

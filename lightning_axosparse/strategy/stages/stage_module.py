@@ -28,7 +28,12 @@ from lightning_axosparse.pipeline.shard.sharded_module import (
 from lightning_axosparse.pipeline.shard.sharding import RemoteGradients, Sharding, free
 from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.sparse import densify
-from lightning_axosparse.sparse.module.parameters import forget, owners, sparse_parameters
+from lightning_axosparse.sparse.module.parameters import (
+    dense_copy,
+    forget,
+    owners,
+    sparse_parameters,
+)
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.strategy.compat.internals import move_module
 from lightning_axosparse.strategy.config import Config
@@ -223,13 +228,17 @@ class StageModule:
     def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter of the full model with its gradient; collective over a pipeline.
 
-        If replicas have divided the gradients, those of other stages are None.
+        Of sparse ones, dense copies. If replicas have divided the gradients, those of other stages
+        and of sparse parameters are None.
         """
-        local = self.sharding.local_parameters()
+        local, entries = self.sharding.local_parameters(), sparse_parameters(self.module).items()
+        sparse = {name: entry.stored for name, entry in entries if entry.stored is not None}
         for name, stages in self.sharding.holders.items():
             own, stage = local.get(name), min(stages)
             if name in self.weight_parts.parameters:
                 own = self.weight_parts.parameters[name].gather_copy()
+            elif own is not None and name in sparse:
+                own = dense_copy(own, sparse[name])
             values = own if own is None else (own.detach().cpu(), _on_cpu(own.grad))
             values = self.groups.broadcast_along_pipeline(values, stage)
             if own is not None:
