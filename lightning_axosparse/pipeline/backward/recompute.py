@@ -102,8 +102,8 @@ class _SavedInput:
         if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 f"An input of layer {name!r}, of shape {tuple(self.tensor.shape)}, was changed in "
-                "place after the layer was called, so the layer cannot be recomputed. Change a "
-                "copy, or leave recompute out." + see("recomputing")
+                "place, by the layer itself or after its call, so the layer cannot be recomputed. "
+                "Change a copy, or leave recompute out." + see("recomputing")
             )
         return self.tensor.detach().requires_grad_(self.requires_grad)
 
