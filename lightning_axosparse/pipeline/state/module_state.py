@@ -6,7 +6,7 @@ import operator
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,11 +18,11 @@ from torchmetrics import Metric, MetricCollection
 from lightning_axosparse.pipeline.crossing.placeholder import MODULE_ATTRIBUTES
 from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.state.values import (
-    COLLECTIONS,
     GENERATORS,
     MISSING,
     MUTABLE,
     PathStep,
+    cached_by_class,
     content_of,
     entries,
     has_attributes,
@@ -43,6 +43,8 @@ OF_LIBRARIES = MODULE_ATTRIBUTES | frozenset(vars(LightningModule()))
 _HOOKS = [name for name, value in vars(nn.Module()).items() if type(value) is OrderedDict]
 _COUNTS = (int, float, complex, Tensor, np.ndarray, np.generic)
 """Types of values that, but for bools, never record that a step has prepared something."""
+
+_VERSION, _IS_WRITTEN = operator.attrgetter("_version"), operator.attrgetter("is_written")
 
 How = Literal["replaced", "changed", "extended"]
 """Whether an attribute has another object, the same object was changed, or a list was extended."""
@@ -145,7 +147,7 @@ def _ignored(owner: Any) -> Collection[str]:
     return OF_LIBRARIES if isinstance(owner, nn.Module) else ()
 
 
-@cache
+@cached_by_class
 def _role(kind: type) -> Literal["owner", "mutable", "tuple", "none"]:
     """Return how objects of a class are part of a module's state.
 
@@ -156,6 +158,13 @@ def _role(kind: type) -> Literal["owner", "mutable", "tuple", "none"]:
     if issubclass(kind, MUTABLE):
         return "mutable"
     return "tuple" if issubclass(kind, tuple) else "none"
+
+
+_Place = tuple[PathStep, ...]
+_Attribute = tuple[_Place, Any, str]
+"""The path to an owner, the owner, and the name of its attribute."""
+_Reached = tuple[_Place, _Attribute, Any]
+"""An object with its own path, and the attribute in which it is."""
 
 
 @dataclass(slots=True)
@@ -182,6 +191,8 @@ class _Holder:
     version: tuple[int, int] = (0, 0)
     memory: Any = None
     is_written: bool = False
+    place: _Place = ()
+    """The path of the value itself."""
 
     def capture(self) -> None:
         """Copy the present content."""
@@ -209,6 +220,28 @@ class _Holder:
             overwrite(self.value, self.content)
         self.capture()
 
+    def is_extended(self) -> bool:
+        """Whether a list or deque has the same items as before, and more behind them."""
+        is_longer = len(self.value) > len(self.content)
+        return is_longer and all(map(operator.is_, self.value, self.content))
+
+    def new_items(self) -> list[_Reached] | None:
+        """Return what a changed value has got; None if it may refer to other objects elsewhere."""
+        if isinstance(self.value, dict):
+            if self.value.keys() != self.content.keys():
+                return None
+            pairs = zip(self.content.values(), self.value.values(), strict=True)
+            others = (each for pair in pairs if pair[0] is not pair[1] for each in pair)
+            return [] if all(_role(type(each)) == "none" for each in others) else None
+        if not isinstance(self.value, (list, deque)):
+            return []
+        items = entries(self.value)
+        if items is None or not self.is_extended():
+            return None
+        attribute = self.path, self.owner, str(self.name)
+        count = range(len(self.content), len(items))
+        return [((*self.place, ("[]", n)), attribute, items[n]) for n in count]
+
     def changes(self) -> Iterator[tuple[str, How, Any]]:
         """Yield the changed attributes with their values, or of an extended list the new items."""
         if self.name is None:
@@ -219,12 +252,10 @@ class _Holder:
                     yield name, "replaced", attribute_value(self.owner, name)
             return
         value = attribute_value(self.owner, self.name)
-        if value is self.value and isinstance(value, (list, deque)):
-            before = len(self.content)
-            if len(value) > before and all(map(operator.is_, value, self.content)):
-                yield self.name, "extended", list(value)[before:]
-                return
-        yield self.name, "changed", value
+        if value is self.value and isinstance(value, (list, deque)) and self.is_extended():
+            yield self.name, "extended", list(value)[len(self.content) :]
+        else:
+            yield self.name, "changed", value
 
 
 class _Writes(PausableOperatorMode):
@@ -261,7 +292,6 @@ class ModuleState:
         layers: names of the submodules whose state is captured; by default the module itself.
 
     Attributes:
-        reached: ids of all objects that were visited.
         storages: the captured tensors, by the numbers of their storages.
         written: the tensors to which operators have written since the last capture, each as often
             as it was written to.
@@ -283,15 +313,41 @@ class ModuleState:
         self._capture_all()
 
     def _capture_all(self) -> None:
-        seen = set(self._without)
-        self._holders = list(self._reachable(seen))
-        self.reached: Collection[int] = seen - self._without
+        self._seen = set(self._without)
+        self._holders: list[_Holder] = []
+        """Those of all other values than tensors, and of tensors of norms."""
+        self._of_tensors: list[_Holder] = []
         self.storages: dict[int, list[_Holder]] = {}
-        for each in self._holders:
+        self._capture(
+            [
+                (tuple((".", part) for part in name.split(".") if part), ((), None, ""), root)
+                for name, root in self._roots.items()
+            ]
+        )
+
+    def _capture(self, new: list[_Reached]) -> None:
+        """Add what can be reached from these objects."""
+        for each in self._reachable(new):
             each.capture()
-            if isinstance(each.value, Tensor):
+            is_tensor = isinstance(each.value, Tensor)
+            # The kernels of norms do not change the versions of tensors.
+            alone = is_tensor and not isinstance(each.owner, Norm)
+            (self._of_tensors if alone else self._holders).append(each)
+            if is_tensor:
                 number = storage_id(each.value.untyped_storage())
                 self.storages.setdefault(number, []).append(each)
+        self._tensors = [each.value for each in self._of_tensors]
+        self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        self._versions = list(map(_VERSION, self._versioned))
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+
+    @property
+    def reached(self) -> Collection[int]:
+        """Ids of all objects that were visited."""
+        return self._seen - self._without
 
     def writes(self) -> PausableOperatorMode:
         """Return the mode that has to be active while tensors are written to."""
@@ -309,11 +365,14 @@ class ModuleState:
         changed = self._changed()
         self.written.clear()
         self._count_hooks()
-        if any(isinstance(each.value, COLLECTIONS) for each in changed):
-            self._capture_all()  # They may contain other objects now.
-        else:
-            for each in changed:
-                each.capture()
+        new = [each.new_items() for each in changed]
+        if None in new:
+            self._capture_all()
+            return
+        for each in changed:
+            each.capture()
+        if changed:
+            self._capture([item for items in reversed(new) for item in reversed(items or ())])
 
     def rewind(self) -> bool:
         """Restore the state, in the same objects; return whether anything had changed.
@@ -326,6 +385,7 @@ class ModuleState:
         prepares = self._count_hooks()
         for each in changed:
             each.restore(prepares)
+        self._note_versions()
         if prepares:
             self.capture()
         return True
@@ -345,7 +405,8 @@ class ModuleState:
     def _changed(self) -> list[_Holder]:
         """Return the holders whose content has changed; it runs in every pass and calls little."""
         changed = []
-        for each in self._holders:
+        tensors = self._of_tensors if self._tensors_changed() else ()
+        for each in chain(self._holders, tensors):
             value, content = each.value, each.content
             if isinstance(value, dict):
                 alike = value.keys() == content.keys()
@@ -365,6 +426,14 @@ class ModuleState:
                 changed.append(each)
         return changed
 
+    def _tensors_changed(self) -> bool:
+        """Whether tensors may have changed; there may be thousands, in the user's lists."""
+        return (
+            any(map(_IS_WRITTEN, self._of_tensors))
+            or list(map(Tensor.data_ptr, self._tensors)) != self._addresses
+            or list(map(_VERSION, self._versioned)) != self._versions
+        )
+
     def _count_hooks(self) -> bool:
         """Count the hooks of modules; return whether their number has changed."""
         if self._handles == RemovableHandle.next_id:  # No hook was registered in this process.
@@ -375,12 +444,9 @@ class ModuleState:
         )
         return self._hooks != before
 
-    def _reachable(self, seen: set[int]) -> Iterator[_Holder]:
+    def _reachable(self, waiting: list[_Reached]) -> Iterator[_Holder]:
         """Yield all objects that can be changed in place, each by the first path to it."""
-        waiting: list[tuple[tuple[PathStep, ...], tuple[tuple[PathStep, ...], Any, str], Any]] = [
-            (tuple((".", part) for part in name.split(".") if part), ((), None, ""), root)
-            for name, root in self._roots.items()
-        ]
+        seen = self._seen
         while waiting:
             path, attribute, value = waiting.pop()
             kind: type = type(value)
@@ -394,7 +460,7 @@ class ModuleState:
             else:
                 is_void = isinstance(value, Tensor) and not is_readable(value)
                 if role == "mutable" and not is_void:
-                    yield _Holder(*attribute, value)
+                    yield _Holder(*attribute, value, place=path)
                 held = [(("[]", key), attribute, e) for key, e in (entries(value) or {}).items()]
             seen.add(id(value))
             waiting += [

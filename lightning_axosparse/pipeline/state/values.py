@@ -7,8 +7,9 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from functools import cache
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from torch.utils.data import Dataset, Sampler
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
 from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
+
+T = TypeVar("T")
 
 
 class MISSING:
@@ -51,13 +54,26 @@ MUTABLE = (*COLLECTIONS, *GENERATORS, Tensor, np.ndarray)
 """Types of values that can be changed in place, besides objects with attributes."""
 
 
-@cache
+def cached_by_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Cache the results of a function of a class, as long as the class exists."""
+    known: WeakKeyDictionary[type, T] = WeakKeyDictionary()
+
+    @wraps(function)
+    def cached(kind: type) -> T:
+        if kind not in known:
+            known[kind] = function(kind)
+        return known[kind]
+
+    return cached
+
+
+@cached_by_class
 def of_library(kind: type) -> bool:
     """Whether a class is one of Python's, torch's, Lightning's or the like."""
     return kind.__module__.partition(".")[0] in _LIBRARIES
 
 
-@cache
+@cached_by_class
 def has_attributes(kind: type) -> bool:
     """Whether a class is the user's and its objects have a state, such as an average meter.
 

@@ -130,3 +130,25 @@ def test_a_step_enters_few_functions(loss: str) -> None:
     run.fit(module, DataLoader(TensorDataset(x, x), 8))
     first, *_, before_last, last = ENTERED
     assert 500 < before_last == last < min(1700, first)
+
+
+class Growing(Linears):
+    """Appends to a list of tensors in each step, as validation steps often do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.outputs.append(loss.detach())
+        return loss
+
+
+def test_a_list_that_grows_makes_no_step_longer() -> None:
+    ENTERED.clear()
+    module, x = Growing(), torch.randn(15 * 8, 8)
+    strategy = AxoSparseStrategy(2, microbatches=4, transport="loopback")
+    trainer(strategy, max_epochs=1).fit(module, DataLoader(TensorDataset(x, x), 8))
+    assert len(set(ENTERED[8:])) == 1  # The eighth batch is the last one that is compared.
+    assert len(module.outputs) == 15
