@@ -105,12 +105,21 @@ class EarlyBirdTicket(WeightPruning):
             "smaller window, or train longer." + see("tickets")
         )
 
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn if no ticket was drawn, and give every rank the masks of all stages."""
+        super().on_train_end(trainer, pl_module)
+        if self.ticket is None:
+            strategy = strategy_of(trainer)
+            self.search.share_masks(strategy.counted_parameters(), strategy.inter_group)
+
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Gather the masks of all stages into the checkpoint, which the first rank writes."""
         if self.ticket is None:
-            strategy = strategy_of(trainer)
-            checkpoint["callbacks"][self.state_key]["window"] = self.search.gather_masks(
-                strategy.counted_parameters(), strategy.inter_group
+            search, strategy = self.search, strategy_of(trainer)
+            checkpoint["callbacks"][self.state_key]["window"] = (
+                search.whole_masks()
+                if search.is_whole
+                else search.gather_masks(strategy.counted_parameters(), strategy.inter_group)
             )

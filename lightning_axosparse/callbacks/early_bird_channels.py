@@ -179,7 +179,7 @@ class EarlyBirdChannels(TicketCallback):
         step, distances = trainer.global_step, self.distances
         ticket = ChannelTicket(masks, self.pruning_ratio, step, distances, channels=self._channels)
         strategy_of(trainer).shrink(ticket)
-        self.ticket, self.drawn_at = ticket, step
+        self.ticket, self.drawn_at, self._is_drawn = ticket, step, True
         self.search.clear()
         unpruned, total = ticket.counts
         rank_zero_info(

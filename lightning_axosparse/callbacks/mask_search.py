@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from torch.distributed import ProcessGroup
 
 from lightning_axosparse.callbacks.times import WHEN, Progress, When
-from lightning_axosparse.distributed.process_groups import broadcast_from_first, gather
+from lightning_axosparse.distributed.process_groups import all_gather, broadcast_from_first, gather
 from lightning_axosparse.pruning.masks import DISTANCES, Distance, MaskBits, mask_distance
 from lightning_axosparse.support.arguments import NONE, integer, number, one_of
 
@@ -42,6 +42,8 @@ class MaskSearch:
         self.distances: dict[int, float] = {}
         self._masks: deque[MaskBits] = deque(maxlen=window)
         """The newest masks of the parameters of this rank."""
+        self.is_whole = True
+        """Whether they are those of all stages, as between runs."""
 
     def is_due(self, trainer: Trainer, before: Progress, now: Progress) -> bool:
         """Return whether masks were due after ``before``, up to ``now``."""
@@ -64,6 +66,7 @@ class MaskSearch:
         others = list(self._masks)[1 - self.window :]
         distances = [mask_distance(self.distance, masks, o, counted, stages) for o in others]
         self._masks.append(masks)
+        self.is_whole = False
         return max(broadcast_from_first(distances, replicas), default=None)
 
     def is_over(
@@ -93,6 +96,18 @@ class MaskSearch:
             f"{self.threshold}, window: {self.window})"
         )
 
+    def share_masks(self, counted: Collection[str], stages: ProcessGroup | None) -> None:
+        """Give every rank the masks of all stages, for a run on another grid; collective."""
+        local = [masks.only(name for name in masks if name in counted) for masks in self._masks]
+        merged = [MaskBits.merged(parts) for parts in zip(*all_gather(local, stages), strict=True)]
+        self._masks.clear()
+        self._masks.extend(merged)
+        self.is_whole = True
+
+    def whole_masks(self) -> list[dict[str, Any]]:
+        """Return the masks, if they are those of all stages."""
+        return [masks.state_dict() for masks in self._masks]
+
     def gather_masks(
         self, counted: Collection[str], stages: ProcessGroup | None
     ) -> list[dict[str, Any]]:
@@ -110,3 +125,4 @@ class MaskSearch:
         self.distances = dict(state["distances"])
         self._masks.clear()
         self._masks.extend(MaskBits.from_state_dict(masks) for masks in state["window"])
+        self.is_whole = True

@@ -52,6 +52,10 @@ class TicketCallback(Callback, ABC):
             self.ticket_class.load(ticket) if isinstance(ticket, str | os.PathLike) else ticket
         )
         self.drawn_at: int | None = None
+        self._is_drawn = False
+        """Whether the ticket was drawn in some run, rather than given by the user."""
+        self._is_evaluated = False
+        """Whether the checkpoint that is loaded is only evaluated."""
         self._last: Progress | None = None
         """All masks that were due up to here have been computed; None outside of training."""
 
@@ -91,6 +95,7 @@ class TicketCallback(Callback, ABC):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Validate the run on every rank, before any weight changes."""
+        self._last, self._is_evaluated = None, False
         self.validate_fit(trainer)
 
     def validate_fit(self, trainer: Trainer) -> None:
@@ -129,8 +134,10 @@ class TicketCallback(Callback, ABC):
                 f"{type(self).__name__} prunes from the start of this run, by the ticket that it "
                 "drew in an earlier one. A new callback would draw another." + see("tickets")
             )
-        self._last = self._last or now
-        self._act_if_due(trainer, now)
+        if self._last is None:  # It resumes from no checkpoint.
+            self._last = now
+        else:
+            self._act_if_due(trainer, now)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Compute masks if they are due inside an epoch."""
@@ -167,14 +174,22 @@ class TicketCallback(Callback, ABC):
             "ticket": None if self.ticket is None else self.ticket.state_dict(),
         }
 
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Note whether the checkpoint is only evaluated: Lightning restores callbacks then, too."""
+        self._is_evaluated = trainer.state.fn != TrainerFn.FITTING
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state from a checkpoint of this or another grid."""
-        with restoring(type(self).__name__):
-            self._restore(state_dict)
+        """Restore the state from a checkpoint of this or another grid, to resume from it."""
+        if not self._is_evaluated:
+            with restoring(type(self).__name__):
+                self._restore(state_dict)
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        if self.drawn_at is not None:  # By an earlier fit of this callback, not by the user.
+        if self._is_drawn:
             self.ticket = None
+        self._is_drawn = self._is_drawn or state["ticket"] is not None
         if state["ticket"] is not None:
             ticket = self.ticket_class.from_state_dict(state["ticket"])
             if self.ticket not in (None, ticket):

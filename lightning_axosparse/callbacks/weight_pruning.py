@@ -199,7 +199,7 @@ class WeightPruning(TicketCallback):
     def _draw(self, trainer: Trainer, ticket: Ticket) -> None:
         """Prune by a ticket from now on."""
         strategy = strategy_of(trainer)
-        self.ticket, self.drawn_at = ticket, trainer.global_step
+        self.ticket, self.drawn_at, self._is_drawn = ticket, trainer.global_step, True
         stages = strategy.parameter_stages()
         self._prune(trainer, ticket)
         strategy.use_freed_memory()

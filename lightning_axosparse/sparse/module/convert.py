@@ -156,7 +156,9 @@ def densify(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     renew_reducers(module)
 
 
-def densify_for(module: nn.Module, state: Mapping[str, Any]) -> None:
+def densify_for(
+    module: nn.Module, state: Mapping[str, Any], optimizers: Sequence[Optimizer]
+) -> None:
     """Make those parameters dense of which a state dict to be loaded has pruned entries.
 
     Loading a checkpoint from before the ticket into sparse parameters would drop these entries.
@@ -168,7 +170,7 @@ def densify_for(module: nn.Module, state: Mapping[str, Any]) -> None:
         assert entry.layout is not None
         unpruned = entry.layout.to(dense.device).compress(dense)
         if unpruned.count_nonzero() < dense.count_nonzero():
-            _to_dense(entry, [])
+            _to_dense(entry, optimizers)
 
 
 def _checked_layout(name: str, entry: OwnedParameter, mask: Tensor) -> Layout:

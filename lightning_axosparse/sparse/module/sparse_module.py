@@ -8,6 +8,7 @@ dicts stay dense and keep their keys; pickles and deep copies work.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -134,6 +135,7 @@ class SparseModule(nn.Module):
                 continue
             if dense.shape == layout.shape:
                 values = layout.to(dense.device).compress(dense)
+                _warn_of_dropped(prefix + name, dense, values)
                 if assigned:  # The tensor replaces the parameter: its device and dtype are kept.
                     layout.move(dense.device)
                     form.move(dense.dtype)
@@ -151,6 +153,15 @@ class SparseModule(nn.Module):
         # The class exists only in this process: pickle the arguments that create it.
         reduced: tuple[Any, ...] = super().__reduce_ex__(protocol)  # type: ignore[assignment]
         return _new_module, (_dense_class(self), tuple(self._stored)), *reduced[2:]
+
+
+def _warn_of_dropped(name: str, dense: Tensor, unpruned: Tensor) -> None:
+    if not dense.is_meta and unpruned.count_nonzero() < dense.count_nonzero():
+        warnings.warn(
+            f"Entries that are loaded into {name!r} are dropped, because it is stored sparse "
+            "without them. To load all, call densify(module) first." + see("sparse-storage"),
+            stacklevel=2,
+        )
 
 
 class SparseRNN(SparseModule):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
@@ -41,6 +41,12 @@ class PrunesByTicket(Protocol):
 
     prunes_at_start: Literal[True]
     ticket: Ticket | None
+
+
+def prunes_by_ticket(trainer: Trainer) -> Ticket | None:
+    """Return the ticket by which a callback prunes when fit starts; None if there is none."""
+    pruning = (each for each in callbacks_of(trainer) if isinstance(each, PrunesByTicket))
+    return next((each.ticket for each in pruning if each.ticket is not None), None)
 
 
 class Partitioner:
@@ -84,7 +90,7 @@ class Partitioner:
 
     def load(self, state: Mapping[str, Any], strict: bool) -> None:
         """Load this rank's tensors from the state of the full module."""
-        densify_for(self.module, state)
+        densify_for(self.module, state, self._ranks.optimizers)
         local, others = self.split()
         allocate(local.values())
         load_values(self.module, state, strict, others.values())
@@ -112,8 +118,7 @@ class Partitioner:
             return None
         if not overrides(self.module, "configure_model"):
             return None
-        pruning = (each for each in callbacks_of(trainer) if isinstance(each, PrunesByTicket))
-        return next((each.ticket for each in pruning if each.ticket is not None), None)
+        return prunes_by_ticket(trainer)
 
     def _precision_keeps(self, dtype: torch.dtype) -> bool:
         """Whether the precision plugin does not convert parameters of this dtype."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -331,3 +332,14 @@ def test_tied_weights_have_one_dense_copy_when_more_is_pruned():
     forms = [layer._stored["weight"].form for layer in (model.embedding, model.head)]
     assert forms[0] is forms[1]
     assert forms[0].copy is not None
+
+
+def test_entries_that_a_load_drops_are_named():
+    module = nn.Sequential(nn.Linear(4, 4))
+    state = module.state_dict()
+    sparsify(module, {"0.weight": torch.eye(4, dtype=bool)})
+    with pytest.warns(UserWarning, match=r"'0\.weight' are dropped.*densify\(module\) first"):
+        module.load_state_dict(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module.load_state_dict(module.state_dict())
