@@ -177,7 +177,19 @@ def _refuse_calls(module: nn.Module) -> None:
     _left[module] = (
         module.register_state_dict_pre_hook(_refuse_state_dict),
         module.register_forward_pre_hook(_refuse_forward, prepend=True),
+        # Such as of a backbone, whose layers this rank may lack.
+        *(
+            part.register_state_dict_pre_hook(_refuse_lacking)
+            for part in module.modules()
+            if part is not module
+        ),
     )
+
+
+def _refuse_lacking(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
+    tensors = chain(module.parameters(recurse=False), module.buffers(recurse=False))
+    if any(tensor.is_meta for tensor in tensors):
+        _refuse_state_dict(module, prefix, keep_vars)
 
 
 def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:

@@ -38,7 +38,9 @@ def facts_of(module: Net) -> dict[str, Any]:
     return {
         "held": {name for name, p in module.named_parameters() if not p.is_meta},
         "sparse": set(layouts(module)),
-        "refusals": [refusal(module.state_dict), refusal(partial(module, x))],
+        "refusals": [
+            *map(refusal, (module.state_dict, module.model.state_dict, partial(module, x))),
+        ],
     }
 
 
