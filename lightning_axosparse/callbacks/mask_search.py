@@ -98,23 +98,25 @@ class MaskSearch:
 
     def share_masks(self, counted: Collection[str], stages: ProcessGroup | None) -> None:
         """Give every rank the masks of all stages, for a run on another grid; collective."""
-        local = [masks.only(name for name in masks if name in counted) for masks in self._masks]
-        merged = [MaskBits.merged(parts) for parts in zip(*all_gather(local, stages), strict=True)]
+        gathered = all_gather(self._counted(counted), stages)
+        merged = [MaskBits.merged(masks) for masks in zip(*gathered, strict=True)]
         self._masks.clear()
         self._masks.extend(merged)
         self.is_whole = True
 
     def whole_masks(self) -> list[dict[str, Any]]:
-        """Return the masks, if they are those of all stages."""
+        """Return the masks, where they are those of all stages."""
         return [masks.state_dict() for masks in self._masks]
 
     def gather_masks(
         self, counted: Collection[str], stages: ProcessGroup | None
     ) -> list[dict[str, Any]]:
         """Return the masks of all stages on the first one, an empty list on others; collective."""
-        local = [masks.only(name for name in masks if name in counted) for masks in self._masks]
-        parts = gather(local, stages)
+        parts = gather(self._counted(counted), stages)
         return [MaskBits.merged(masks).state_dict() for masks in zip(*parts, strict=True)]
+
+    def _counted(self, counted: Collection[str]) -> list[MaskBits]:
+        return [masks.only(name for name in masks if name in counted) for masks in self._masks]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the distances. :meth:`gather_masks` has the window, which is on several ranks."""

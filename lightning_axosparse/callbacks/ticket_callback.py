@@ -189,7 +189,7 @@ class TicketCallback(Callback, ABC):
     def _restore(self, state: Mapping[str, Any]) -> None:
         if self._is_drawn:
             self.ticket = None
-        self._is_drawn = self._is_drawn or state["ticket"] is not None
+        self._is_drawn = self.ticket is None
         if state["ticket"] is not None:
             ticket = self.ticket_class.from_state_dict(state["ticket"])
             if self.ticket not in (None, ticket):

@@ -43,7 +43,7 @@ from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.regrid import Regridded
 from lightning_axosparse.strategy.stages.checkpoints import load_whole_optimizer
-from lightning_axosparse.strategy.stages.partitioner import Partitioner, prunes_by_ticket
+from lightning_axosparse.strategy.stages.partitioner import Partitioner, starting_ticket
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.states import AtRest, LeftSharded, Running
 from lightning_axosparse.strategy.validation import (
@@ -181,7 +181,7 @@ class PipelineStrategy(MPIStrategy):
         partition = layers.partition()
         trains = trainer.state.fn == TrainerFn.FITTING
         if trains:
-            if is_left_sharded(self._module) and not prunes_by_ticket(trainer):
+            if is_left_sharded(self._module) and starting_ticket(trainer) is None:
                 densify(self._module)  # As after other runs, which leave it dense.
             self._configure_optimizers(trainer)
             if self._tensors is not None:

@@ -43,7 +43,7 @@ class PrunesByTicket(Protocol):
     ticket: Ticket | None
 
 
-def prunes_by_ticket(trainer: Trainer) -> Ticket | None:
+def starting_ticket(trainer: Trainer) -> Ticket | None:
     """Return the ticket by which a callback prunes when fit starts; None if there is none."""
     pruning = (each for each in callbacks_of(trainer) if isinstance(each, PrunesByTicket))
     return next((each.ticket for each in pruning if each.ticket is not None), None)
@@ -118,7 +118,7 @@ class Partitioner:
             return None
         if not overrides(self.module, "configure_model"):
             return None
-        return prunes_by_ticket(trainer)
+        return starting_ticket(trainer)
 
     def _precision_keeps(self, dtype: torch.dtype) -> bool:
         """Whether the precision plugin does not convert parameters of this dtype."""

@@ -225,11 +225,7 @@ class StepLearner:
         with_graph: bool,
     ) -> tuple[ComparisonResult, Mapping[int, Sequence[DrawnSamples]]]:
         """Compare; return also where samples lie in random numbers, by stage."""
-        layouts = replace(known.layouts, compares=True)
-        step = replace(
-            step, crossing=known.crossing, layouts=layouts, mixes=known.mixes, failures=[]
-        )
-        comparison = Comparison(run, step, self._tolerance, drawn)
+        comparison = Comparison(run, _compared_with(known, step), self._tolerance, drawn)
         result = comparison.compare(self._free, declared, with_graph)
         run.effects.begin_batch()
         outside = comparison.drawn_outside
@@ -247,11 +243,8 @@ class StepLearner:
 
     def _learn_state(self, run: OpenPipeline, known: LoaderSteps, step: Batch) -> None:
         """Learn what layers and their hooks count, of a batch that passes as a whole."""
-        layouts = replace(known.layouts, compares=True)
-        step = replace(
-            step, crossing=known.crossing, layouts=layouts, mixes=known.mixes, failures=[]
-        )
-        result = Comparison(run, step, self._tolerance, {}).compare(self._free, None)
+        comparison = Comparison(run, _compared_with(known, step), self._tolerance, {})
+        result = comparison.compare(self._free, None)
         run.effects.begin_batch()
         run.layer_state.learn(result.counted, result.rewritten)
 
@@ -334,6 +327,12 @@ class StepLearner:
             "the batch; a loss of such values belongs behind the layers, where the step sees the "
             "whole batch." + see("losses")
         )
+
+
+def _compared_with(known: LoaderSteps, step: Batch) -> Batch:
+    """Add what is known to a batch that is to be compared."""
+    layouts = replace(known.layouts, compares=True)
+    return replace(step, crossing=known.crossing, layouts=layouts, mixes=known.mixes, failures=[])
 
 
 def undivided(step: Batch) -> Batch:
