@@ -133,9 +133,10 @@ class ForkServer:
 
 
 def _settings() -> tuple[Any, ...]:
-    """Return the settings that a process has from its start on: variables and limits."""
+    """Return the settings that a process inherits: variables, limits, and ignoring Ctrl-C."""
     variables = {k: v for k, v in environment().items() if k not in _IGNORED_VARIABLES}
-    return variables, Path("/proc/self/limits").read_text()
+    ignores_ctrl_c = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as under ``nohup ... &``
+    return variables, Path("/proc/self/limits").read_text(), ignores_ctrl_c
 
 
 def serve(listening: int, caller: int, idle_seconds: float) -> None:

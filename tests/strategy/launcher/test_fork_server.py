@@ -190,6 +190,18 @@ def test_another_environment_needs_another_process(monkeypatch):
     assert not process.is_current()
 
 
+def test_ranks_do_not_ignore_ctrl_c_because_an_earlier_one_did():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = fork_server.prepare()
+        assert process is not None
+        assert process.is_current()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert not process.is_current()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_close_ranks_ends_it_and_the_next_call_has_another():
     before = server()
     close_ranks()
