@@ -269,7 +269,10 @@ class AxoSparseStrategy(PipelineStrategy):
                 "`test` or `predict` has returned; in hooks save with `trainer.save_checkpoint`."
                 + see("values-between-layers")
             )
-        with full_module(self._module, self.is_global_zero or not rank0_only):
+        if self.lightning_module is None:  # No run has begun.
+            yield
+            return
+        with full_module(self.lightning_module, self.is_global_zero or not rank0_only):
             yield
 
     def keep_sharded(self) -> None:

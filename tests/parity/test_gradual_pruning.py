@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_axosparse import AxoSparseStrategy, GradualPruning
+from lightning_axosparse import AxoSparseStrategy, GradualPruning, Ticket
 from tests.parity.cases import BATCHES, EPOCHS, Net, Record, loader, recorded, share, trainer
 from tests.ranks import run_ranks
 
@@ -46,7 +46,7 @@ def train(
     epochs: int = EPOCHS,
     folder: Path | None = None,
     resumed: Path | None = None,
-) -> tuple[Record, GradualPruning, list[int]]:
+) -> tuple[Record, Ticket, list[int]]:
     """Train on the same global batches on every grid."""
     L.seed_everything(0, verbose=False)
     draw, sizes = callback(), Sizes()
@@ -63,7 +63,7 @@ def train(
     )
     module = Net(outer=True, tied=True).double()
     run.fit(module, share(run, loader(1).dataset), ckpt_path=resumed, weights_only=False)
-    return recorded(run, module), draw, sizes.kept
+    return recorded(run, module), draw.ticket, sizes.kept
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
@@ -75,14 +75,14 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[Record, GradualPruning, list[int]]:
+def alone() -> tuple[Record, Ticket, list[int]]:
     return train(1, {})
 
 
 def assert_same(found: tuple[Any, ...], expected: tuple[Any, ...], case: str) -> None:
-    (record, draw, _), (through, drawn, _) = found, expected
-    assert draw.ticket == drawn.ticket, case
-    assert draw.ticket.step == END
+    (record, ticket, _), (through, expected_ticket, _) = found, expected
+    assert ticket == expected_ticket, case
+    assert ticket.step == END
     for name, weight in through.weights.items():
         assert torch.allclose(record.weights[name], weight, rtol=0, atol=1e-12), (case, name)
 
@@ -152,10 +152,10 @@ def reference() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_the_numbers_are_those_of_masked_training(alone: tuple[Any, ...]) -> None:
-    record, draw, _ = alone
+    record, ticket, _ = alone
     weights, masks = reference()
     for name, mask in masks.items():
-        assert torch.equal(draw.ticket.masks[name], mask), name
+        assert torch.equal(ticket.masks[name], mask), name
     for name, weight in weights.items():
         assert torch.allclose(record.weights[name], weight, rtol=0, atol=1e-12), name
 

@@ -115,6 +115,11 @@ def test_the_string_names_the_strategy() -> None:
     fit(run, Net())
 
 
+def test_before_the_first_run_there_is_nothing_to_gather() -> None:
+    with AxoSparseStrategy(g_inter=2).summon_full_params():
+        pass
+
+
 def test_one_rank_starts_no_mpi(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys\n"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -176,7 +176,7 @@ def _to_meta(tensor: Tensor, shape: torch.Size) -> None:
 def _refuse_calls(module: nn.Module) -> None:
     _left[module] = (
         module.register_state_dict_pre_hook(_refuse_state_dict),
-        module.register_forward_pre_hook(_refuse_forward, prepend=True),
+        module.register_forward_pre_hook(_LeftShardedHook(), prepend=True),
         # Such as of a backbone, whose layers this rank may lack.
         *(
             part.register_state_dict_pre_hook(_refuse_lacking)
@@ -196,8 +196,14 @@ def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> Any:
     raise RuntimeError(_refusal(f"{type(module).__name__}.state_dict()"))
 
 
-def _refuse_forward(module: nn.Module, args: Any) -> Any:
-    raise RuntimeError(_refusal(type(module).__name__))
+class _LeftShardedHook:
+    """Refuses calls of a module, and copies and pickles of it, of which the hook is a part."""
+
+    def __call__(self, module: nn.Module, args: Any) -> NoReturn:
+        raise RuntimeError(_refusal(type(module).__name__))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(_refusal("torch.save, pickle or copy.deepcopy of the module"))
 
 
 def _refusal(called: str) -> str:

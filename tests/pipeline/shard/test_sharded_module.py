@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,7 @@ def facts_of(module: Net) -> dict[str, Any]:
         "sparse": set(layouts(module)),
         "refusals": [
             *map(refusal, (module.state_dict, module.model.state_dict, partial(module, x))),
+            *map(refusal, (partial(copied, module), partial(pickle.dumps, module))),
         ],
     }
 
@@ -49,6 +52,10 @@ def refusal(call: Callable[[], Any]) -> str:
         return f"no error, but {len(call())} tensors"
     except RuntimeError as error:
         return str(error)
+
+
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    return copy.deepcopy(module).state_dict()
 
 
 def use(
