@@ -207,8 +207,10 @@ class _Pickler(pickle.Pickler):
     """Pickles CPU tensors as their bytes; torch writes each as a file, by classes made for it."""
 
     def reducer_override(self, value: Any) -> Any:
-        is_plain = type(value) is torch.Tensor and value.layout is torch.strided
-        if not is_plain or not value.is_cpu or value.requires_grad or value.is_quantized:
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.is_cpu
+        if not is_plain or value.requires_grad or value.is_quantized or value.is_nested:
+            return NotImplemented
+        if vars(value):  # attributes of the user
             return NotImplemented
         entries = value.resolve_conj().resolve_neg().contiguous().flatten()
         return _tensor, (entries.view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)

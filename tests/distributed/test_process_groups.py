@@ -33,12 +33,13 @@ PARTS: dict[tuple[int, int], tuple[list[list[int]], ...]] = {
 
 def tensors() -> list[torch.Tensor]:
     """Tensors of many kinds, alike on all ranks."""
-    numbers = torch.arange(6.0).view(2, 3)
+    numbers, named = torch.arange(6.0).view(2, 3), torch.zeros(2)
+    named.unit = "metres"
     return [
         *(numbers.to(dtype) for dtype in (torch.bfloat16, torch.int64, torch.bool)),
         *(numbers.t(), numbers[:, 1], numbers[0, 0], numbers[:0], torch.complex(numbers, -numbers)),
         *(torch.complex(numbers, numbers).conj(), numbers.to_sparse()),
-        *(numbers.clone().requires_grad_(), torch.nn.Parameter(numbers)),
+        *(numbers.clone().requires_grad_(), torch.nn.Parameter(numbers), named),
     ]
 
 
@@ -71,6 +72,7 @@ def of_grid(g_inter: int, replicas_per_batch: int) -> dict[str, Any]:
         return None if group is None else sorted(dist.get_process_group_ranks(group))
 
     ends = frozenset({0, last})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)])
     total = all_sum(torch.tensor([rank]), groups.same_loader)
     return {
         "members": {name: members(getattr(groups, name)) for name in GROUPS},
@@ -84,6 +86,7 @@ def of_grid(g_inter: int, replicas_per_batch: int) -> dict[str, Any]:
         "all gathered": all_gather(rank, groups.inter),
         "from first": broadcast_from_first(rank, groups.data),
         "tensors": broadcast_from_first(tensors(), groups.world),
+        "several shapes": [t.tolist() for t in broadcast_from_first(nested, groups.world).unbind()],
         "sum": total.tolist(),
     }
 
@@ -138,7 +141,9 @@ def test_tensors_arrive_as_they_are(ranks: Any) -> None:
         for arrived, sent in zip(found[1, 1]["tensors"], tensors(), strict=True):
             assert type(arrived) is type(sent)
             assert arrived.requires_grad == sent.requires_grad
+            assert vars(arrived) == vars(sent)
             torch.testing.assert_close(arrived, sent, rtol=0, atol=0)
+        assert found[1, 1]["several shapes"] == [[1, 1], [1]]
 
 
 def test_groups_are_kept_as_long_as_the_world_that_they_are_part_of(ranks: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from typing import Any
 
 import lightning as L
@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
+from torchmetrics import MeanMetric, SumMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_axosparse import AxoSparseStrategy, EarlyBirdTicket
 from tests.parity.cases import CLASSES, FEATURES, loader, trainer, whole_state
@@ -196,6 +198,110 @@ class Collecting(Plain):
         return self.read, meter, dict(sorted(self.labels.items())), sorted(self.seen), self.history
 
 
+class Nested(Plain):
+    """A step changes a collection and an object in it, an object and then the attribute with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meters, self.recent = {"loss": Meter()}, Meter()
+        self.order = OrderedDict.fromkeys(range(CLASSES))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.meters["loss"].count += 1
+        self.meters[f"batch {batch_idx}"] = Meter()
+        self.recent.total += 1
+        if batch_idx == 2:
+            self.recent = Meter()
+        self.order.move_to_end(batch_idx % CLASSES)
+        self.lengths = torch.nested.nested_tensor([torch.ones(2), torch.ones(batch_idx + 1)])
+        return super().training_step(batch, batch_idx)
+
+    def facts(self) -> Any:
+        meters = {name: meter.count for name, meter in self.meters.items()}
+        return meters, self.recent.total, list(self.order), self.lengths.unbind()
+
+
+class OwnNorm(nn.Module):
+    """A BatchNorm that calls the function on buffers of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("var", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+class Rewriting(Plain):
+    """Steps write to buffers that norms and hooks change without changing their versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.total = OwnNorm(FEATURES), nn.Buffer(torch.zeros(1))
+        self.average = nn.Buffer(torch.ones(3))
+
+    def last(self) -> nn.Module:
+        return nn.Sequential(OwnNorm(WIDTH), super().last())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx < 2:
+            self.total += 1
+        self.average.data.mul_(0.5).add_(1)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            self.total.data.zero_()
+            self.average.data = torch.full_like(self.average, 4)
+
+    def facts(self) -> Any:
+        return {name: value.clone() for name, value in self.named_buffers()}
+
+
+class Measuring(Plain):
+    """Hooks of the module and of a callback make metrics while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[Any] = []
+        self.batches = BatchCount()
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [self.batches]
+
+    def on_train_start(self) -> None:
+        self.accuracy = {"all": [MulticlassAccuracy(CLASSES, average="micro")]}
+
+    def on_train_epoch_start(self) -> None:
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self(batch[0])
+        loss = nn.functional.cross_entropy(logits, batch[1])
+        self.mean.update(loss.detach(), len(batch[1]))
+        self.accuracy["all"][0].update(logits, batch[1])
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        metrics = self.mean, self.accuracy["all"][0], self.batches.count
+        self.read.append([float(metric.compute()) for metric in metrics])
+
+    def facts(self) -> Any:
+        return self.read
+
+
+class BatchCount(Callback):
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.count = SumMetric()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.count.update(1)
+
+
 class Facts(Callback):
     """Keeps losses, and what hooks read, on every rank."""
 
@@ -231,7 +337,10 @@ def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(weights, their_weights, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("module", [Counting, Spectral, Hooked, CountingInHooks])
+STEPS = [Nested, Rewriting, Measuring]
+
+
+@pytest.mark.parametrize("module", [Counting, Spectral, Hooked, CountingInHooks, *STEPS])
 @pytest.mark.parametrize("options", [{}, {"microbatches": 1}, {"recompute": 1}])
 def test_layers_that_change(module: type[Plain], options: dict[str, Any]) -> None:
     expected = train(module, "auto")
@@ -301,7 +410,8 @@ def shared(strategy: Any, ranks: int = 1) -> tuple[Any, ...]:
 
 
 def on_two_ranks() -> dict[str, Any]:
-    runs = {each.__name__: train(each, pipelined(), 2) for each in (Counting, Collecting, Large)}
+    modules = Counting, Collecting, Large, *STEPS
+    runs = {each.__name__: train(each, pipelined(), 2) for each in modules}
     runs["Shared"] = shared(pipelined(regrid=1), 2)
     runs["recomputed"] = train(Counting, pipelined(recompute=1), 2)
     return runs
@@ -312,7 +422,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_ranks(2, on_two_ranks)
 
 
-@pytest.mark.parametrize("module", [Counting, Collecting])
+@pytest.mark.parametrize("module", [Counting, Collecting, *STEPS])
 def test_on_two_ranks(module: type[Plain], ranks: list[dict[str, Any]]) -> None:
     expected = train(module, "auto")
     for runs in ranks:

@@ -16,7 +16,6 @@ from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric, MetricCollection
 
 from lightning_axosparse.pipeline.crossing.placeholder import MODULE_ATTRIBUTES
-from lightning_axosparse.pipeline.microbatch import Norm
 from lightning_axosparse.pipeline.state.values import (
     GENERATORS,
     MISSING,
@@ -60,6 +59,15 @@ class AttributePath(NamedTuple):
 
     owner: tuple[PathStep, ...]
     name: str
+
+    @property
+    def place(self) -> tuple[PathStep, ...]:
+        """The path to the value of the attribute."""
+        return (*self.owner, (".", self.name))
+
+    def is_below(self, places: Collection[tuple[PathStep, ...]]) -> bool:
+        """Whether the owner is at one of these places, or inside the value there."""
+        return any(self.owner[:count] in places for count in range(1, len(self.owner) + 1))
 
     def __str__(self) -> str:
         """The path as a user would write it: ``self.meters['loss'].total``."""
@@ -148,13 +156,13 @@ def _ignored(owner: Any) -> Collection[str]:
 
 
 @cached_by_class
-def _role(kind: type) -> Literal["owner", "mutable", "tuple", "none"]:
+def _role(kind: type) -> Literal["owner", "mutable", "tuple", "metric", "none"]:
     """Return how objects of a class are part of a module's state.
 
     An owner has attributes; a metric looks after its own state.
     """
     if has_attributes(kind) or issubclass(kind, nn.Module):
-        return "none" if issubclass(kind, (Metric, MetricCollection)) else "owner"
+        return "metric" if issubclass(kind, (Metric, MetricCollection)) else "owner"
     if issubclass(kind, MUTABLE):
         return "mutable"
     return "tuple" if issubclass(kind, tuple) else "none"
@@ -202,6 +210,16 @@ class _Holder:
             self.is_written = False
         self.content = None if isinstance(value, nn.Parameter) else content_of(value)
 
+    def begin_write(self) -> None:
+        """Copy the content before an operator writes to a tensor, unless it has changed since.
+
+        Hooks may have written to it by ``x.data``, which no version shows.
+        """
+        is_as_captured = (version_of(self.value), self.value.data_ptr()) == self.version
+        if self.content is None or (is_as_captured and not self.is_written):
+            self.content = content_of(self.value)
+        self.is_written = True
+
     def restore(self, prepares: bool) -> None:
         """Restore the content.
 
@@ -233,6 +251,8 @@ class _Holder:
             pairs = zip(self.content.values(), self.value.values(), strict=True)
             others = (each for pair in pairs if pair[0] is not pair[1] for each in pair)
             return [] if all(_role(type(each)) == "none" for each in others) else None
+        if isinstance(self.value, Tensor) and self.value.data_ptr() != self.version[1]:
+            return None  # Writes to its new memory have to be seen.
         if not isinstance(self.value, (list, deque)):
             return []
         items = entries(self.value)
@@ -271,11 +291,9 @@ class _Writes(PausableOperatorMode):
         for tensor in mutated_tensors(func, args, kwargs):
             if is_readable(tensor):
                 for each in self._storages.get(storage_id(tensor.untyped_storage()), ()):
-                    each.is_written = True
+                    each.begin_write()
                     assert each.name is not None  # Only a namespace has none.
                     self._written.append(AttributePath(each.path, each.name))
-                    if each.content is None:
-                        each.content = content_of(each.value)
         return func(*args, **kwargs)
 
 
@@ -308,6 +326,7 @@ class ModuleState:
         own = {id(part) for root in self._roots.values() for part in root.modules()}
         self._without = {*without, *(id(part) for part in module.modules())} - (own - {*without})
         self._handles, self._hooks = -1, 0
+        self._has_met_metrics = False
         self.written: list[AttributePath] = []
         self._count_hooks()
         self._capture_all()
@@ -315,7 +334,7 @@ class ModuleState:
     def _capture_all(self) -> None:
         self._seen = set(self._without)
         self._holders: list[_Holder] = []
-        """Those of all other values than tensors, and of tensors of norms."""
+        """Those of all other values than tensors."""
         self._of_tensors: list[_Holder] = []
         self.storages: dict[int, list[_Holder]] = {}
         self._capture(
@@ -329,13 +348,12 @@ class ModuleState:
         """Add what can be reached from these objects."""
         for each in self._reachable(new):
             each.capture()
-            is_tensor = isinstance(each.value, Tensor)
-            # The kernels of norms do not change the versions of tensors.
-            alone = is_tensor and not isinstance(each.owner, Norm)
-            (self._of_tensors if alone else self._holders).append(each)
-            if is_tensor:
+            if isinstance(each.value, Tensor):
+                self._of_tensors.append(each)
                 number = storage_id(each.value.untyped_storage())
                 self.storages.setdefault(number, []).append(each)
+            else:
+                self._holders.append(each)
         self._tensors = [each.value for each in self._of_tensors]
         self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._note_versions()
@@ -360,19 +378,25 @@ class ModuleState:
             for each in self.storages.get(storage_id(value.untyped_storage()), ()):
                 each.is_written = True
 
-    def capture(self) -> None:
-        """Replace the copy by one of the present state."""
+    def capture(self) -> bool:
+        """Replace the copy by one of the present state.
+
+        Returns:
+            Whether it may have other metrics than before.
+        """
+        self._has_met_metrics = False
         changed = self._changed()
         self.written.clear()
         self._count_hooks()
         new = [each.new_items() for each in changed]
         if None in new:
             self._capture_all()
-            return
+            return self._has_met_metrics
         for each in changed:
             each.capture()
         if changed:
             self._capture([item for items in reversed(new) for item in reversed(items or ())])
+        return self._has_met_metrics
 
     def rewind(self) -> bool:
         """Restore the state, in the same objects; return whether anything had changed.
@@ -409,15 +433,13 @@ class ModuleState:
         for each in chain(self._holders, tensors):
             value, content = each.value, each.content
             if isinstance(value, dict):
-                alike = value.keys() == content.keys()
+                alike = len(value) == len(content) and all(map(operator.is_, value, content))
                 alike = alike and all(map(operator.is_, value.values(), content.values()))
             elif isinstance(value, (list, deque)):
                 alike = len(value) == len(content) and all(map(operator.is_, value, content))
             elif isinstance(value, Tensor):
                 alike = (version_of(value), value.data_ptr()) == each.version
                 alike = alike and not each.is_written
-                if alike and isinstance(each.owner, Norm):  # Its kernels do not change the version.
-                    alike = each.content is None or same(value, content)
             elif isinstance(value, GENERATORS):
                 alike = same(content_of(value), content)
             else:
@@ -451,7 +473,8 @@ class ModuleState:
             path, attribute, value = waiting.pop()
             kind: type = type(value)
             role = _role(kind)
-            if role == "none" or id(value) in seen:
+            self._has_met_metrics |= role == "metric"
+            if role in ("metric", "none") or id(value) in seen:
                 continue
             if role == "owner":
                 for namespace in _namespaces(value):

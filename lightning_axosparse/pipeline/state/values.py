@@ -87,7 +87,7 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether a tensor has values on this rank, as a plain block of memory."""
     if tensor.is_meta or isinstance(tensor, DividedGradient | Placeholder):
         return False
-    return tensor.layout == torch.strided and not tensor.is_quantized
+    return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def entries(value: Any) -> Mapping[Any, Any] | None:
@@ -157,10 +157,10 @@ def same(one: Any, other: Any, depth: int = 0) -> bool:
 
 
 def _same_tensors(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
     if not (is_readable(one) and is_readable(other)):
-        return one.is_meta and other.is_meta
+        return one.is_meta and other.is_meta and _fits(one, other)
+    if not _fits(one, other) or one.device != other.device:
+        return False
     one, other = one.detach(), other.detach()
     if torch.equal(one, other):
         return True

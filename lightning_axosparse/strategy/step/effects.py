@@ -28,6 +28,7 @@ from lightning_axosparse.pipeline.state.module_state import (
 from lightning_axosparse.pipeline.state.values import SHARED
 from lightning_axosparse.strategy.compat.callbacks import broadcasting_nothing, loggers_silenced
 from lightning_axosparse.strategy.compat.internals import has_hook
+from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.compat.logging import LogCall, StepLog, alike
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.step.outer_settings import OuterSettings
@@ -102,10 +103,15 @@ class StepEffects:
         ]
         """Tensors of layers of other ranks: their names, and the dicts that have them, by name."""
         self._has_other_effects = False
+        self._loop = "", -1
+        """The loop of the last batch, and its epoch."""
 
     def begin_batch(self) -> None:
-        """Capture the state with which every run of the step begins."""
-        self._state.capture()
+        """Capture the state with which every run of the step begins, and follow new metrics."""
+        loop = position(self._module.trainer)[:-1]
+        if self._state.capture() or loop != self._loop:  # Hooks of callbacks may have made some.
+            self._loop = loop
+            self._metrics.attach()
         self.settings.capture()
         self.log.begin_batch()
         self.part_calls = []
@@ -215,7 +221,10 @@ class StepEffects:
         """
         changed, warnings, left = list[Changed](), list[str](), LARGEST_MESSAGE
         changes = self._state.changes() if self._runs_alone else {}
+        whole = {path.place for path, (how, _) in changes.items() if how != "extended"}
         for path, (how, value) in changes.items():
+            if path.is_below(whole):
+                continue  # It is in a value that is sent whole, or no longer on the module.
             try:
                 rest, taken = take_apart(value, (Tensor, *SHARED))
             except CannotPickle:
