@@ -24,13 +24,15 @@ from lightning_axosparse.strategy.compat.internals import (
     all_gather,
     reduce,
     remove_checkpoint,
+    wants_norms_synchronized,
     with_atomic_files,
 )
 from lightning_axosparse.strategy.compat.loaders import process_dataloader
-from lightning_axosparse.strategy.compat.lockstep import cause_of
+from lightning_axosparse.strategy.compat.lockstep import JobEnd, cause_of, preparing_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.launcher.launcher import MPILauncher
 from lightning_axosparse.strategy.validation import (
+    norms_not_synchronized,
     validate_local_rank,
     validate_world_size,
 )
@@ -174,6 +176,8 @@ class MPIStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         devices = len(self.parallel_devices or ())
         job_size = environment.job_size()
+        if self._rank_count > 1 and wants_norms_synchronized(self):
+            raise norms_not_synchronized()
         validate_world_size(devices, self.num_nodes, job_size)
         self._grid_of(0)  # It raises an error if the ranks cannot form the grid.
         if job_size == 1 and self._rank_count > 1:
@@ -196,6 +200,9 @@ class MPIStrategy(ParallelStrategy):
             map_larger_blocks()
             put_sockets_in()
             self._undo.enter_context(environment.limited_threads())
+            self._undo.enter_context(preparing_together())
+            assert self.lightning_module is not None
+            self._undo.enter_context(JobEnd().added_to(self.lightning_module.trainer))
             watchdog().timeout = self.config.timeout_seconds
             with blocked("all ranks to connect"):
                 init_process_group(self.root_device.type)

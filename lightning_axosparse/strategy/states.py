@@ -29,7 +29,7 @@ from lightning_axosparse.strategy.compat.gradients import (
     gradients_are_seen,
 )
 from lightning_axosparse.strategy.compat.internals import move_optimizers
-from lightning_axosparse.strategy.compat.lockstep import JobEnd, LoopCheck, acting_together
+from lightning_axosparse.strategy.compat.lockstep import LoopCheck, acting_together
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.regrid import Regrid
@@ -153,7 +153,6 @@ class Running:
         stage_module, grid = self.stage_module, self.stage_module.grid
         if grid.world_size > 1:  # The ranks compare their positions in loops, and act together.
             undo.enter_context(LoopCheck(stage_module.groups).added_to(trainer))
-            undo.enter_context(JobEnd().added_to(trainer))
             undo.enter_context(validating_together(trainer))
             undo.enter_context(acting_together(trainer))
         for average in weight_averages(trainer):

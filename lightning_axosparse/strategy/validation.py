@@ -357,6 +357,15 @@ def validate_parameters_known(
 # Ranks
 
 
+def norms_not_synchronized() -> MisconfigurationException:
+    """Return the error of a Trainer that is asked for norms with the statistics of all ranks."""
+    return MisconfigurationException(
+        "Trainer(sync_batchnorm=True) is not supported on several ranks: norms in layers take the "
+        "statistics of a micro-batch, with microbatches=1 those of a replica's batch. Leave it out."
+        + see("arguments")
+    )
+
+
 def validate_world_size(devices: int, num_nodes: int, job_size: int) -> None:
     """Check that MPI has started as many ranks as the Trainer wants."""
     if job_size == 1 and num_nodes > 1:

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_axosparse import AxoSparseStrategy
 from tests.parity.cases import Net, Record, loader, trainer, whole_state
-from tests.ranks import run_job
+from tests.ranks import run_command, run_job
 
 
 class Hosts:
@@ -176,6 +176,23 @@ class Tell(Callback):
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.global_step == 3:
             self.file.touch()
+
+
+def train_and_end_mpi() -> None:
+    from mpi4py import MPI
+
+    trainer(AxoSparseStrategy(2, 2), 1, num_nodes=2, max_epochs=1).fit(Net(), loader(1))
+    MPI.Finalize()
+    time.sleep(3)  # The watchdog looks once a second.
+    print(f"{socket.gethostname()} has ended")
+
+
+def test_a_script_may_end_mpi_itself(hosts, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import tests.faults.test_hosts as t; t.train_and_end_mpi()")
+    done = run_command([*hosts.start(1), script], 60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split()[::3]) == hosts.names
 
 
 def train_until_the_link_is_cut(folder: Path) -> None:

@@ -115,6 +115,11 @@ def test_the_string_names_the_strategy() -> None:
     fit(run, Net())
 
 
+def test_norms_over_ranks_are_refused() -> None:
+    with pytest.raises(MisconfigurationException, match="sync_batchnorm=True"):
+        trainer(AxoSparseStrategy(), 2, sync_batchnorm=True).fit(Net(), loader(1))
+
+
 def test_before_the_first_run_there_is_nothing_to_gather() -> None:
     with AxoSparseStrategy(g_inter=2).summon_full_params():
         pass

@@ -117,7 +117,7 @@ class StatusMessages:
 
     def exchange(self, ask: bool) -> None:
         """Receive statuses, answer questions, and ask all peers if ``ask``."""
-        if not self._peers:
+        if not self._peers or MPI.Is_finalized():  # A script may have ended MPI itself.
             return
         status = MPI.Status()
         while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
@@ -207,7 +207,8 @@ class Watchdog(threading.Thread):
             self._since_sigterm = 0.0
             return ""
         self._since_sigterm += elapsed
-        if self._since_sigterm < MEETING_SECONDS:
+        # This rank may notice it a tick late, and the first one, on another node, one more later.
+        if self._since_sigterm < MEETING_SECONDS + 2 * TICK_SECONDS:
             return ""
         return f"{received.who} received SIGTERM, which ends the job. It was {received.activity}."
 

@@ -22,6 +22,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -83,6 +84,11 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     """Return the Trainer's own list of callbacks, an attribute that it sets without declaring."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return callbacks
+
+
+def wants_norms_synchronized(strategy: ParallelStrategy) -> bool:
+    """Whether the Trainer of a strategy was made with ``sync_batchnorm=True``."""
+    return strategy._layer_sync is not None
 
 
 def trainer_of(module: LightningModule) -> Trainer | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from math import inf
@@ -28,6 +28,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.trainer.connectors import data_connector
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -261,6 +262,22 @@ def cause_of(exception: BaseException) -> BaseException:
     return received
 
 
+def preparing_together() -> AbstractContextManager[None]:
+    """Let ranks wait for ``prepare_data`` of others by MPI inside the context.
+
+    Lightning creates a gloo group for that, which needs a store that all hosts share.
+    """
+    return patched(data_connector, "_InfiniteBarrier", _prepared_together)
+
+
+@contextmanager
+def _prepared_together() -> Iterator[None]:
+    yield
+    all_arrive(_BEFORE_LOOPS, inf)  # It may take longer than the watchdog lets ranks wait.
+
+
+_BEFORE_LOOPS = (-1, -1, -1)
+"""The position of ranks that :func:`save_together` must not take for that of a batch."""
 _PATIENCE = 5.0
 """Seconds for which a failed rank waits for the others, if a callback may save."""
 

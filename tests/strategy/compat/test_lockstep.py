@@ -174,6 +174,18 @@ def test_a_rank_that_fails_alone_leaves_files_as_they_were(tmp_path: Path) -> No
     assert [file.name for file in tmp_path.iterdir()] == ["before.ckpt"]
 
 
+class FailsToSetUp(Net):
+    def setup(self, stage: str) -> None:
+        if self.global_rank == 1:
+            raise LookupError("the user's own")
+
+
+def test_a_rank_that_fails_before_the_run_leaves_none_waiting(tmp_path: Path) -> None:
+    with pytest.raises(LookupError, match=r"(?s)the user's own.*\nOn rank 1 "):
+        fit(FailsToSetUp(), AxoSparseStrategy(2, 4), 2, Keeps(tmp_path, "failed"))
+    assert not list(tmp_path.iterdir())
+
+
 def fail_under_mpiexec(folder: Path, *callbacks: Callback) -> None:
     torch.manual_seed(0)
     fit(Failing(), AxoSparseStrategy(2, 4), 2, Keeps(folder, "given"), *callbacks)
@@ -193,3 +205,35 @@ def test_a_callback_that_cannot_save_hides_no_exception(tmp_path: Path) -> None:
         run_ranks(2, fail_under_mpiexec, tmp_path, FailsToSave())
     for words in ("LookupError: the user's own", "OSError: no space"):
         assert words in str(failure.value)
+
+
+class Prepares(Net):
+    """Writes a file in ``prepare_data``, on rank 1 later, or fails there."""
+
+    def __init__(self, folder: Path, fails: bool) -> None:
+        super().__init__()
+        self.folder, self.fails = folder, fails
+
+    def prepare_data(self) -> None:
+        time.sleep(0.5 * self.global_rank)
+        if self.fails and self.global_rank == 1:
+            raise LookupError("no such data")
+        (self.folder / f"rank-{self.global_rank}").touch()
+
+    def setup(self, stage: str) -> None:
+        self.prepared = len(list(self.folder.iterdir()))
+
+
+def prepare(folder: Path, fails: bool) -> int:
+    module = Prepares(folder, fails)
+    callbacks = [Keeps(folder, "failed")] if fails else []
+    fit(module, AxoSparseStrategy(2, 2), 1, *callbacks, num_nodes=2)
+    return module.prepared
+
+
+def test_nodes_wait_for_the_data_of_each_other(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", "2")  # MPICH takes the ranks for two nodes.
+    assert run_ranks(2, prepare, tmp_path, False) == [2, 2]
+    with pytest.raises(AssertionError, match="LookupError: no such data"):
+        run_ranks(2, prepare, tmp_path, True)
+    assert not (tmp_path / "failed.ckpt").exists()
