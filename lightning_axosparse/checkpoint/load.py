@@ -39,7 +39,7 @@ from lightning_axosparse.support.arguments import (
     instance_of,
     list_of,
 )
-from lightning_axosparse.support.files import reading
+from lightning_axosparse.support.files import reading, require_file
 from lightning_axosparse.support.troubleshooting import first_few, see
 
 Skipped = Callable[[str], bool]
@@ -251,8 +251,7 @@ def _state_in(
     if isinstance(source, Mapping):
         return source.get("state_dict", source), Ticket.in_checkpoint(source)
     path = Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
+    require_file(path)
     if is_safetensors(path):
         return SafetensorsState(path), None
     archive.verify(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +30,7 @@ from lightning_axosparse.support.arguments import (
     checked,
     one_of,
 )
-from lightning_axosparse.support.files import CorruptFileError, reading, restoring
+from lightning_axosparse.support.files import CorruptFileError, reading, require_file, restoring
 from lightning_axosparse.support.troubleshooting import first_few, see
 
 
@@ -151,8 +150,7 @@ class TicketFile:
             FileNotFoundError: if there is no such file.
             CorruptFileError: if the file is not as it was written, or has no such ticket.
         """
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
+        require_file(path)
         archive.verify(path)
         with reading(path):
             content = torch.load(path, map_location="cpu", weights_only=True)

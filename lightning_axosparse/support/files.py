@@ -244,6 +244,22 @@ class CorruptFileError(ValueError):
         )
 
 
+def require_file(path: str | PathLike[str]) -> None:
+    """Check that there is a file at a path.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        IsADirectoryError: if a folder is there.
+    """
+    if Path(path).is_dir():
+        raise IsADirectoryError(
+            f"'{path}' is a folder. Of a checkpoint that all stages have written, make one file: "
+            "python -m lightning_axosparse.checkpoint.consolidate FOLDER" + see("files")
+        )
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"There is no file '{path}'." + see("files"))
+
+
 @contextmanager
 def reading(path: str | PathLike[str]) -> Iterator[None]:
     """Raise a :class:`CorruptFileError` that names ``path`` for any exception but MemoryError.

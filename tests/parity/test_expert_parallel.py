@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.experts.traffic import Traffic
-from lightning_axosparse import AxoSparseStrategy, ExpertParallel
+from lightning_axosparse import AxoSparseStrategy, ExpertParallel, TensorParallel
 from tests.parity.cases import Record, difference, loaded, mean_losses, recorded, trainer
 from tests.parity.test_tensor_parallel import (
     FIXED,
@@ -28,7 +28,9 @@ from tests.parity.test_tensor_parallel import (
     Saves,
     Tokens,
     loaders,
+    plan,
 )
+from tests.parity.test_tensor_parallel import Block as SplitBlock
 from tests.ranks import PATIENCE, run_ranks
 
 # Jobs of four and eight ranks take minutes where two cores run several.
@@ -105,6 +107,14 @@ class Own(Language):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
+class Both(Own):
+    """Blocks of attention that is split, and of experts."""
+
+    def __init__(self) -> None:
+        blocks = (nn.Sequential(SplitBlock(), Block(Experts, "best")) for _ in range(LAYERS))
+        Language.__init__(self, blocks)
+
+
 class Norms(Own):
     """Logs norms of gradients."""
 
@@ -178,6 +188,10 @@ ADAPTED: dict[str, Any] = {
     "pipeline": "network.base_model.model.model.layers",
     "experts": "auto",
 }
+SPLIT: dict[str, Any] = {
+    "experts": "blocks.*.1.experts",
+    "tensor_parallel": TensorParallel(2, {f"blocks.*.0.{n}": p for n, p in plan(False).items()}),
+}
 HUGGING_FACE: dict[str, Any] = {"pipeline": "network.model.layers", "experts": "auto"}
 F64: dict[str, Any] = {"precision": "64-true"}
 
@@ -201,6 +215,7 @@ ROWS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "averaged": (Own, OWN, {**F64, "callbacks": [lambda: EMAWeightAveraging(decay=0.8)]}),
     "accumulated": (Own, OWN, {**F64, "accumulate_grad_batches": 2}),
     "padded": (Padded, OWN, F64),
+    "split": (Both, SPLIT, F64),
     "Mixtral": (Mixtral, HUGGING_FACE, F64),
     # torch's grouped_mm takes no float64.
     "grouped": (lambda: Mixtral(implementation="grouped_mm"), HUGGING_FACE, {}),
@@ -289,8 +304,10 @@ def beside_steps(folder: Path) -> dict[str, Any]:
 
 def rows_of(g_tensor: int) -> list[str]:
     """With a tensor group, those whose module has a plan for it."""
-    planned = [row for row, (_, options, _) in ROWS.items() if options is HUGGING_FACE]
-    return list(ROWS) if g_tensor == 1 else [row for row in planned if row not in REPLICATED]
+    known = {row: options in (HUGGING_FACE, SPLIT) for row, (_, options, _) in ROWS.items()}
+    if g_tensor == 1:
+        return [row for row in ROWS if row != "split"]
+    return [row for row in ROWS if known[row] and row not in REPLICATED]
 
 
 def on_grid(g_inter: int, g_tensor: int) -> dict[str, tuple[Record, Record | None]]:
@@ -313,10 +330,11 @@ def alone() -> dict[str, Record]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("g_inter", "g_tensor"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("g_inter", "g_tensor", "nodes"), [(2, 1, 1), (1, 2, 1), (1, 2, 2)])
 def test_two_replicas_share_experts_and_train_as_one_process(
-    g_inter: int, g_tensor: int, alone: dict[str, Record]
+    g_inter: int, g_tensor: int, nodes: int, alone: dict[str, Record], monkeypatch: Any
 ) -> None:
+    monkeypatch.setenv("MPIR_CVAR_NUM_CLIQUES", str(nodes))  # The nodes that MPICH believes in.
     ranks = run_ranks(2 * g_inter * g_tensor, on_grid, g_inter, g_tensor)
     wrong = {}
     for row in rows_of(g_tensor):

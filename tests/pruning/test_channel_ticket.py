@@ -269,6 +269,8 @@ def test_a_freshly_built_network_is_shrunk_by_the_file_of_a_ticket(tmp_path: Pat
 def test_a_file_without_a_ticket_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="There is no file"):
         ChannelTicket.load(tmp_path / "none")
+    with pytest.raises(IsADirectoryError, match="make one file"):
+        ChannelTicket.load(tmp_path)
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
     with pytest.raises(CorruptFileError, match="no ticket of channels"):
         ChannelTicket.load(tmp_path / "plain.ckpt")

@@ -289,7 +289,11 @@ class _NodeWork(MPIWork):
         self._arrived = arrived
 
     def _has_arrived(self) -> bool:
-        return self._arrived()
+        if self._arrived():
+            return True
+        # The rank that is waited for may need a message of this one, which MPI sends inside calls.
+        MPI.COMM_WORLD.Iprobe()
+        return False
 
 
 def node_collectives(comm: MPI.Intracomm) -> NodeCollectives | None:

@@ -206,6 +206,8 @@ class Segment:
         self._outputs: list[tuple[weakref.ref[Tensor], int] | None] = []
         self._shapes: list[torch.Size] = []
         self._recomputed: dict[int, Tensor] = {}
+        self._computing: dict[int, Tensor] = {}
+        """What the layer that is computed now has saved: it may run a backward pass of its own."""
         self._collectives = CollectiveResults()
 
     def run(
@@ -225,6 +227,7 @@ class Segment:
         saved = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         with saved, self._collectives.recorded():
             output = compute(*args, **kwargs)
+        self._computing.clear()
         written = [each for each, before in objects if not _same(_attributes(each), before)]
         if written:
             raise MisconfigurationException(
@@ -254,10 +257,14 @@ class Segment:
         return _SavedInput.of(tensor)
 
     def _pack(self, tensor: Tensor) -> int:
+        index = len(self._shapes)
         self._shapes.append(tensor.shape)
-        return len(self._shapes) - 1
+        self._computing[index] = tensor.detach()
+        return index
 
     def _unpack(self, index: int) -> Tensor:
+        if index in self._computing:
+            return self._computing[index]
         if index not in self._recomputed:
             self._recompute()
         return self._recomputed.pop(index)
