@@ -245,3 +245,8 @@ def join_ddp(devices: int, port: int) -> bool:
         TORCHELASTIC_RUN_ID="parity",
     )
     return rank < devices
+
+
+def own_attributes(callback: Any) -> dict[str, Any]:
+    """The attributes of a callback without the methods of the module that Lightning sets."""
+    return {name: each for name, each in vars(callback).items() if name not in ("log", "log_dict")}

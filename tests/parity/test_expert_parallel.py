@@ -19,7 +19,15 @@ from torch.utils.data import DataLoader
 
 from benchmarks.experts.traffic import Traffic
 from lightning_axosparse import AxoSparseStrategy, ExpertParallel, TensorParallel
-from tests.parity.cases import Record, difference, loaded, mean_losses, recorded, trainer
+from tests.parity.cases import (
+    Record,
+    difference,
+    loaded,
+    mean_losses,
+    own_attributes,
+    recorded,
+    trainer,
+)
 from tests.parity.test_tensor_parallel import (
     FIXED,
     VOCABULARY,
@@ -280,7 +288,7 @@ def facts(row: str, experts: int, **others: Any) -> dict[str, Any]:
     looks, options = Looks(), {**spread(experts, ROWS[row][1]), **others}
     with Traffic.counted() as traffic:
         run(row, AxoSparseStrategy(2, 2, **options), 4, callbacks=[looks], max_steps=2)
-    return {**vars(looks), "sent": traffic.tokens, "not sent": traffic.kept}
+    return {**own_attributes(looks), "sent": traffic.tokens, "not sent": traffic.kept}
 
 
 def beside_steps(folder: Path) -> dict[str, Any]:

@@ -28,7 +28,16 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_axosparse import AxoSparseStrategy, TensorParallel
-from tests.parity.cases import Record, difference, loaded, mean_losses, recorded, share, trainer
+from tests.parity.cases import (
+    Record,
+    difference,
+    loaded,
+    mean_losses,
+    own_attributes,
+    recorded,
+    share,
+    trainer,
+)
 from tests.ranks import PATIENCE, run_ranks
 
 # Jobs of four and eight ranks take minutes where two cores run several.
@@ -317,7 +326,7 @@ class Looks(L.Callback):
 def facts(strategy: Any, ranks: int) -> dict[str, Any]:
     looks = Looks()
     run("sequence parallel", strategy, ranks, max_steps=1, callbacks=[looks])
-    return vars(looks)
+    return own_attributes(looks)
 
 
 STEPS = 400
