@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -48,7 +49,8 @@ def train(search: str, ranks: int, grid: dict[str, Any]) -> tuple[Record, Any]:
     draw = EarlyBirdTicket(0.6, **{"draw_by": None, "threshold": 1e-6, **SEARCHES[search]})
     strategy = AxoSparseStrategy(microbatches=2, **grid)
     run = trainer(strategy, ranks, callbacks=[draw], precision="64-true")
-    return fit(run, Net(outer=True, tied=True).double()), draw
+    record = fit(run, Net(outer=True, tied=True).double())
+    return record, SimpleNamespace(ticket=draw.ticket, distances=draw.distances)
 
 
 def on_grid(grid: str) -> dict[str, tuple[Record, Any]]:
