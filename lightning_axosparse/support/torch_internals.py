@@ -142,22 +142,14 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """Returns a number that two storages share exactly if they are the same memory."""
 
 
-_BATCH_NORMS = {f"aten::{name}_batch_norm" for name in ("native", "cudnn", "miopen")}
-_STATISTICS = "running_mean", "running_var"
-"""Batch norms, and the arguments that they change in training, which their schemas do not say."""
-
-
 def mutated_tensors(
     operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
     """Return the tensors among the arguments that ``operator`` changes in place."""
     schema = getattr(operator, "_schema", None)  # Higher-order operators have none.
-    is_norm = schema is not None and schema.name in _BATCH_NORMS
-    if schema is None or not (schema.is_mutable or is_norm):
+    if schema is None or not schema.is_mutable:
         return []
     passed = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    if is_norm:
-        return tensors_in([passed[name] for name in _STATISTICS if passed["training"]])
     return tensors_in(
         [passed.get(a.name) for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     )

@@ -29,10 +29,10 @@ from lightning_axosparse.pipeline.state.values import (
     of_library,
     overwrite,
     same,
+    written_tensors,
 )
 from lightning_axosparse.support.torch_internals import (
     PausableOperatorMode,
-    mutated_tensors,
     storage_id,
     version_of,
 )
@@ -288,7 +288,7 @@ class _Writes(PausableOperatorMode):
         self._storages, self._written = storages, written
 
     def observe(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        for tensor in mutated_tensors(func, args, kwargs):
+        for tensor in written_tensors(func, args, kwargs):
             if is_readable(tensor):
                 for each in self._storages.get(storage_id(tensor.untyped_storage()), ()):
                     each.begin_write()

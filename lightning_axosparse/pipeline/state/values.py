@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Sampler
 from lightning_axosparse.distributed.gradient_reducer import DividedGradient
 from lightning_axosparse.pipeline.crossing.placeholder import Placeholder
 from lightning_axosparse.support.object_trees import CannotPickle, put_together, take_apart
+from lightning_axosparse.support.torch_internals import mutated_tensors, tensors_in
 
 T = TypeVar("T")
 
@@ -52,6 +53,14 @@ _STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
 COLLECTIONS, GENERATORS = (list, deque, set, dict), tuple(_STATES)
 MUTABLE = (*COLLECTIONS, *GENERATORS, Tensor, np.ndarray)
 """Types of values that can be changed in place, besides objects with attributes."""
+
+
+_BATCH_NORMS = {
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+}
+"""Operators that write running statistics, which their schemas do not say."""
 
 
 def cached_by_class(function: Callable[[type], T]) -> Callable[[type], T]:
@@ -88,6 +97,16 @@ def is_readable(tensor: Tensor) -> bool:
     if tensor.is_meta or isinstance(tensor, DividedGradient | Placeholder):
         return False
     return tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def written_tensors(
+    operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the tensors to which an operator writes."""
+    if operator in _BATCH_NORMS:
+        running, is_training = args[3:5], args[5]
+        return tensors_in(running) if is_training else []
+    return mutated_tensors(operator, args, kwargs)
 
 
 def entries(value: Any) -> Mapping[Any, Any] | None:
