@@ -312,10 +312,10 @@ def beside_steps(folder: Path) -> dict[str, Any]:
 
 def rows_of(g_tensor: int) -> list[str]:
     """With a tensor group, those whose module has a plan for it."""
-    known = {row: options in (HUGGING_FACE, SPLIT) for row, (_, options, _) in ROWS.items()}
     if g_tensor == 1:
         return [row for row in ROWS if row != "split"]
-    return [row for row in ROWS if known[row] and row not in REPLICATED]
+    planned = [row for row, (_, options, _) in ROWS.items() if options in (HUGGING_FACE, SPLIT)]
+    return [row for row in planned if row not in REPLICATED]
 
 
 def on_grid(g_inter: int, g_tensor: int) -> dict[str, tuple[Record, Record | None]]:

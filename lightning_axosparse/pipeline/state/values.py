@@ -1,4 +1,4 @@
-"""Copies, compares and overwrites the values of attributes: numbers, tensors, collections."""
+"""Copies, compares and overwrites values of attributes, and tells which ones an operator writes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A rank at another position, or with another number of batches, would take part in the wrong
 collective or leave the others waiting. Positions are compared before the first and after the last
 batch of a loop, in a process group of their own, so that the comparison never meets another
-collective.
+collective. Before the loops, ranks wait until all have prepared the data.
 
 Lightning's signal handlers call collectives wherever a rank happens to be, which is a deadlock if
 ranks wait for one another. Here a handler records the signal, and the ranks act on it before the
