@@ -314,7 +314,8 @@ def updating_param_groups(module: nn.Module, optimizers: Iterable[Optimizer]) ->
     parameters = dict(module.named_parameters())
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [parameters[names[p]] if p in names else p for p in group["params"]]
+            # An optimizer may have parameters that the module no longer has.
+            group["params"] = [parameters.get(names.get(p, ""), p) for p in group["params"]]
 
 
 def call_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Sharding:
         self._device = device or torch.device("cpu")
         self.names = {parameter: name for name, parameter in module.named_parameters()}
         self._layers = list(layers)
-        self._replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._replaced: dict[Tensor, Tensor] = {}
         self._assign(parts)
         self._local: Collection[int] = self.all_stages
 
@@ -112,6 +112,12 @@ class Sharding:
         for tensor in self._replace_all(local, {}):
             free(tensor)
 
+    def follow_changes(self) -> None:
+        """Shard the tensors that hooks, which run on every rank, have added or replaced."""
+        self.names = {parameter: name for name, parameter in self.module.named_parameters()}
+        self._assign(self._parts)
+        self.shard(self._local)
+
     def shard_copy(self, copied: nn.Module) -> None:
         """Replace the same tensors in a copy of the module."""
         memo: dict[int, Any] = {}
@@ -130,14 +136,18 @@ class Sharding:
 
     def restore_tensors(self) -> dict[Tensor, Tensor]:
         """Put the replaced tensors back, which are freed; return the meta tensor of each."""
+        self.follow_changes()  # Hooks may have set tensors with values in layers of other stages.
         metas: dict[Tensor, Tensor] = {}
-        for tensors, key, original in self._replaced:
-            meta = tensors[key]
-            assert meta is not None
-            metas[original] = meta
-            # The user may have frozen, unfrozen or hooked the meta tensor.
-            tensors[key] = original.requires_grad_(meta.requires_grad)
-            move_gradient_hooks(meta, original)
+        for part in self.module.modules():
+            kinds: tuple[dict[str, Any], ...] = part._parameters, part._buffers
+            for tensors in kinds:
+                for key, meta in tensors.items():
+                    if isinstance(meta, RemoteTensor):
+                        original = self._replaced.setdefault(meta, _without_values(meta))
+                        metas[original] = meta
+                        # The user may have frozen, unfrozen or hooked the meta tensor.
+                        tensors[key] = original.requires_grad_(meta.requires_grad)
+                        move_gradient_hooks(meta, original)
         self._replaced.clear()
         return metas
 
@@ -160,6 +170,7 @@ class Sharding:
         ]
 
     def _assign(self, parts: Sequence[range]) -> None:
+        self._parts = parts
         self.all_stages = frozenset(range(len(parts)))
         self._stage_of_layer = {
             self._layers[index]: stage for stage, part in enumerate(parts) for index in part
@@ -200,7 +211,7 @@ class Sharding:
             for path, owner in layer.named_modules(prefix=name):
                 for tensors in (owner._parameters, owner._buffers):
                     self._replace(path, tensors, metas, shapes)
-        return [original for _, _, original in self._replaced]
+        return list(self._replaced.values())
 
     def _replace(
         self,
@@ -210,13 +221,15 @@ class Sharding:
         shapes: Mapping[Tensor, torch.Size],
     ) -> None:
         for key, tensor in tensors.items():
-            if tensor is None or not self._holders[tensor].isdisjoint(self._local):
+            if tensor is None or isinstance(tensor, RemoteTensor):
+                continue
+            if not self._holders[tensor].isdisjoint(self._local):
                 continue
             if tensor not in metas:
                 shape = shapes.get(tensor, tensor.shape)
                 metas[tensor] = self._remote(tensor, shape, f"{path}.{key}")
-            self._replaced.append((tensors, key, tensor))
             tensors[key] = metas[tensor]
+            self._replaced[metas[tensor]] = tensor
 
     def _remote(self, tensor: Tensor, shape: torch.Size, name: str) -> Tensor:
         meta = torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -226,6 +239,12 @@ class Sharding:
     def _holders_of_name(self, name: str) -> frozenset[int]:
         stage = self.stage_of(name)
         return self.all_stages if stage is None else frozenset([stage])
+
+
+def _without_values(meta: Tensor) -> Tensor:
+    """Return a freed tensor for one that a hook has made of another stage's."""
+    empty = torch.empty(0, dtype=meta.dtype)
+    return nn.Parameter(empty, meta.requires_grad) if isinstance(meta, nn.Parameter) else empty
 
 
 def free(tensor: Tensor) -> None:

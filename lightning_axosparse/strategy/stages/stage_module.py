@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -86,7 +87,10 @@ class StageModule:
         if config.recompute is not None:
             self.recompute = ActivationCheckpointing(config.recompute, device)
         self._freed: dict[Tensor, Tensor] = {}
+        self._counted: dict[Tensor, str] = {}
         self._optimizers: Sequence[Optimizer] = ()
+        self._parameters: list[nn.Parameter] = []
+        """The parameters that are sharded and reduced."""
         self._attached = ExitStack()
         self.shared = SharedParameters(self.sharding, self.weight_parts, groups)
         self.layers = self._pipelined_layers(partition)
@@ -140,6 +144,20 @@ class StageModule:
         self.weight_parts.split(self.sharding.local_parameters())
         self._attach()
 
+    def follow_changes(self) -> None:
+        """Shard and reduce parameters that hooks have added or replaced; alike on all ranks."""
+        now = list(self.module.parameters())
+        if len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters)):
+            return
+        with updating_param_groups(self.module, self.module.trainer.optimizers):
+            self.sharding.follow_changes()
+        self.shared.set_groups(self.groups)
+        self.remote_gradients.update()
+        self._count()
+        self.shared.detach()
+        self.shared.attach()
+        self._parameters = list(self.module.parameters())
+
     @contextmanager
     def reshard(self, partition: Partition, groups: ProcessGroups) -> Iterator[None]:
         """Change to this rank's stage in another grid; collective over all ranks.
@@ -167,7 +185,7 @@ class StageModule:
         """Undo :meth:`shard`, except that tensors of other stages stay freed."""
         self._detach()
         self._join()
-        with updating_param_groups(self.module, self._optimizers):
+        with updating_param_groups(self.module, self.module.trainer.optimizers):
             self._freed = self.sharding.restore_tensors()
         scratch.clear()
         self.share_outer_buffers(self.module)
@@ -181,9 +199,12 @@ class StageModule:
 
         Each part of a parameter is counted once over the ranks that have the whole model.
         """
+        self._count()
+        return lambda p: p in self._counted and self.weight_parts.counts(self._counted[p])
+
+    def _count(self) -> None:
         local = self.sharding.local_parameters()
-        names: dict[Tensor, str] = {local[name]: name for name in self.sharding.counted_names()}
-        return lambda p: p in names and self.weight_parts.counts(names[p])
+        self._counted = {local[name]: name for name in self.sharding.counted_names()}
 
     @torch.no_grad()
     def share_outer_buffers(self, module: nn.Module) -> None:
@@ -305,6 +326,7 @@ class StageModule:
                 undo.callback(LocalSteps(optimizer).remove)
         self.shared.attach()
         undo.callback(self.shared.detach)
+        self._parameters = list(module.parameters())
 
     def _detach(self) -> None:
         """Undo :meth:`_attach`."""

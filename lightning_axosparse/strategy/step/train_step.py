@@ -259,6 +259,7 @@ class StepRunner:
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:
         """Train on a batch; return the results of the step, on all ranks of the replica."""
         run, stage_module = self._open, self._open.stage_module
+        stage_module.follow_changes()
         parameters = stage_module.sharding.local_parameters().values()
         hooks = GradientHooks(parameters)
         gradients = BatchGradients(

@@ -55,6 +55,7 @@ class WholeStepRunner:
     @contextmanager
     def _differentiates(self) -> Iterator[None]:
         """All-reduce each gradient as soon as the backward pass in the context has computed it."""
+        self._stage_module.follow_changes()
         reducer = self._stage_module.shared.step_reducer
         with this_rank().step(*position(self._trainer)):
             if reducer is not None:

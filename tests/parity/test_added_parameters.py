@@ -1,0 +1,157 @@
+"""Tensors that hooks add, replace or remove once the module is sharded are as on one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lightning_axosparse import AxoSparseStrategy
+from tests.parity.cases import (
+    CLASSES,
+    FEATURES,
+    Net,
+    Record,
+    difference,
+    loader,
+    mean_losses,
+    recorded,
+    share,
+    trainer,
+)
+from tests.ranks import run_ranks
+
+
+class Changing(Net):
+    """Has a gain before and a head behind the layers, and changes when its second epoch begins."""
+
+    microbatches = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(FEATURES))
+        self.head = nn.Linear(CLASSES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x * self.gain))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.change()
+            self.double()
+            self.trainer.optimizers = [self.configure_optimizers()]
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+
+class Replaces(Changing):
+    """New weights outside the layers, and in the layers of every stage."""
+
+    def change(self) -> None:
+        self.gain = nn.Parameter(torch.full((FEATURES,), 1.5))
+        self.head = nn.Linear(CLASSES, CLASSES)
+        for layer in self.linears():
+            layer.weight = nn.Parameter(torch.randn(layer.weight.shape) / 8)
+
+    def linears(self) -> list[nn.Linear]:
+        return [part for part in self.model.modules() if isinstance(part, nn.Linear)]
+
+
+class Removes(Replaces):
+    def change(self) -> None:
+        self.linears()[0].bias = self.linears()[-1].bias = None
+
+
+class Halves(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+class Parametrizes(Replaces):
+    def change(self) -> None:
+        for layer in (self.linears()[0], self.linears()[-1], self.head):
+            parametrize.register_parametrization(layer, "weight", Halves())
+
+
+class Counts(nn.Tanh):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Resets(Changing):
+    """A buffer in a layer of each stage, which gets other values where the layer runs."""
+
+    microbatches = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in (1, 3):
+            self.model[place] = Counts()
+
+    def change(self) -> None:
+        for place in (1, 3):
+            self.model[place].calls = torch.zeros(())
+
+
+MODULES = [Replaces, Removes, Parametrizes, Resets]
+
+
+def train(make: type[Changing], strategy: Any, ranks: int, saved: Path | None = None) -> Record:
+    L.seed_everything(0, verbose=False)
+    module = make().double()
+    run = trainer(
+        strategy, ranks, precision="64-true", gradient_clip_val=0.1, use_distributed_sampler=False
+    )
+    run.fit(module, share(run, loader(1).dataset))
+    if saved is not None:
+        run.save_checkpoint(saved)
+    return recorded(run, module)
+
+
+def on_ranks(folder: Path) -> dict[str, Any]:
+    found = {}
+    for make in MODULES:
+        for g_inter in (1, 2):
+            strategy = AxoSparseStrategy(g_inter, make.microbatches, pipeline="model")
+            path = folder / f"{make.__name__}-{g_inter}.ckpt"
+            found[make.__name__, g_inter] = train(make, strategy, 2, path)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[Any, Record]], Path]:
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(2, on_ranks, folder), folder
+
+
+@pytest.mark.parametrize("make", MODULES)
+def test_they_train_as_on_one_process(make: type[Changing], ranks: Any, tmp_path: Path) -> None:
+    alone = train(make, "auto", 1, tmp_path / "alone.ckpt")
+    expected = torch.load(tmp_path / "alone.ckpt", weights_only=False)["state_dict"]
+    loopback = AxoSparseStrategy(2, make.microbatches, pipeline="model", transport="loopback")
+    assert difference(train(make, loopback, 1), alone) < 1e-10
+    found, folder = ranks
+    for g_inter in (1, 2):
+        losses = mean_losses(each[make.__name__, g_inter] for each in found)
+        assert losses == pytest.approx(alone.losses, abs=1e-10)
+        for record in (each[make.__name__, g_inter] for each in found):
+            torch.testing.assert_close(record.weights, alone.weights, rtol=0, atol=1e-10)
+        path = folder / f"{make.__name__}-{g_inter}.ckpt"
+        saved = torch.load(path, weights_only=False)["state_dict"]
+        torch.testing.assert_close(saved, expected, rtol=0, atol=1e-10)
