@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -155,3 +156,14 @@ def test_they_train_as_on_one_process(make: type[Changing], ranks: Any, tmp_path
         path = folder / f"{make.__name__}-{g_inter}.ckpt"
         saved = torch.load(path, weights_only=False)["state_dict"]
         torch.testing.assert_close(saved, expected, rtol=0, atol=1e-10)
+
+
+class PutsAnotherLayer(Replaces):
+    def change(self) -> None:
+        self.model[2] = nn.Linear(24, 24)
+
+
+def test_another_layer_in_the_place_of_one_is_refused() -> None:
+    loopback = AxoSparseStrategy(2, 2, pipeline="model", transport="loopback")
+    with pytest.raises(MisconfigurationException, match=r"replaced or removed layer 'model\.2'"):
+        train(PutsAnotherLayer, loopback, 1)

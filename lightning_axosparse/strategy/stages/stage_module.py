@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,6 +43,7 @@ from lightning_axosparse.strategy.expert_parallel import SpreadExperts
 from lightning_axosparse.strategy.stages.shared_parameters import SharedParameters, broadcast_first
 from lightning_axosparse.strategy.validation import validate_parameters_known
 from lightning_axosparse.strategy.weight_parts import Division, WeightParts
+from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:  # It loads DTensor, which only tensor parallelism needs.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
@@ -149,6 +151,8 @@ class StageModule:
         now = list(self.module.parameters())
         if len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters)):
             return
+        if self.last_stage:
+            self._validate_layers()
         with updating_param_groups(self.module, self.module.trainer.optimizers):
             self.sharding.follow_changes()
         self.shared.set_groups(self.groups)
@@ -157,6 +161,16 @@ class StageModule:
         self.shared.detach()
         self.shared.attach()
         self._parameters = list(self.module.parameters())
+
+    def _validate_layers(self) -> None:
+        present = dict(self.module.named_modules(remove_duplicate=False))
+        for name, layer in zip(self.partition.names, self.partition.layers, strict=True):
+            if present.get(name) is not layer:
+                raise MisconfigurationException(
+                    f"A hook has replaced or removed layer {name!r} of the pipeline, whose stages "
+                    "are formed before on_fit_start. Change layers in __init__, setup or "
+                    "configure_model, or give the layer's modules new parameters." + see("steps")
+                )
 
     @contextmanager
     def reshard(self, partition: Partition, groups: ProcessGroups) -> Iterator[None]:
