@@ -125,17 +125,21 @@ def advise_on_norms(partition: Partition, microbatches: int, trains: bool) -> No
             )
 
 
+def norms_outside(module: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
+    """Return the names of norms that use statistics of a batch, without those of layers."""
+    inside = {part for layer in layers for part in layer.modules()}
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase) and part not in inside
+    ]
+
+
 def advise_on_parts_of_batches(
     module: nn.Module, layers: Sequence[nn.Module], microbatches: int
 ) -> None:
     """Warn of norms to which it matters that each replica has a part of the batch from now on."""
-    inside = {part for layer in layers for part in layer.modules()}
-    names = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase)
-        if microbatches == 1 or part not in inside
-    ]
+    names = norms_outside(module, layers if microbatches > 1 else ())
     if names:
         others = f", like {len(names) - 1} more," if len(names) > 1 else ""
         rank_zero_warn(

@@ -24,6 +24,7 @@ from lightning_axosparse.pipeline.stage_forward import PipelinedLayers
 from lightning_axosparse.strategy.compat.lockstep import position
 from lightning_axosparse.strategy.step.comparison import Comparison, ComparisonResult
 from lightning_axosparse.strategy.step.open_pipeline import OpenPipeline
+from lightning_axosparse.strategy.validation import norms_outside
 from lightning_axosparse.support.troubleshooting import see
 
 _MANY_UNDIVIDED = 3
@@ -196,7 +197,7 @@ class StepLearner:
         if result.layers is not None:
             self._report_layers(known, result, step)
         if result.loss:
-            raise self._loss_differs(result, step)
+            raise self._loss_differs(run, result, step)
         for key, layouts in result.layouts.items():
             known.layouts.narrow(key, layouts)
         known.layouts = replace(known.layouts, one_view=result.is_too_large)
@@ -289,11 +290,15 @@ class StepLearner:
                         + see("steps")
                     )
 
-    def _loss_differs(self, result: ComparisonResult, step: Batch) -> MisconfigurationException:
+    def _loss_differs(
+        self, run: OpenPipeline, result: ComparisonResult, step: Batch
+    ) -> MisconfigurationException:
         """Return the error of a loss that does not follow from micro-batches as declared."""
+        norms = norms_outside(run.stage_module.module, run.stage_module.layers.layers)
+        by = f" {norms[0]!r} normalizes by the statistics of a micro-batch." if norms else ""
         return MisconfigurationException(
             f"AxoSparseStrategy(loss={self._reduction!r}) is not right in {self._where(step)}: "
-            f'{result.loss}. loss="whole" is exact for every loss; a mean over tokens needs a '
+            f'{result.loss}.{by} loss="whole" is exact for every loss; a mean over tokens needs a '
             "function that returns their number for a micro-batch." + see("losses")
         )
 

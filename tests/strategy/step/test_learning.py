@@ -148,6 +148,16 @@ def test_a_declaration_that_is_not_right_is_refused(name: str) -> None:
         train(WHOLE[name], pipeline(loss="mean"))
 
 
+def test_the_error_names_a_norm_outside_the_layers() -> None:
+    class Normed(Net):
+        def __init__(self, loss: Step) -> None:
+            super().__init__(loss)
+            self.norm = nn.BatchNorm1d(3)
+
+    with pytest.raises(MisconfigurationException, match="'norm' normalizes by the statistics"):
+        train(lambda m, z, y: mse(m, m.norm(z), y), pipeline(loss="mean"), make=Normed)
+
+
 def test_a_declaration_that_is_not_right_later_is_refused_there() -> None:
     def step(module: Net, z: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(z, y) + (z.std(0).mean() if module.global_step == 3 else 0)
