@@ -55,7 +55,6 @@ class Sharding:
     ) -> None:
         self.module = module
         self._device = device or torch.device("cpu")
-        self.names = {parameter: name for name, parameter in module.named_parameters()}
         self._layers = list(layers)
         self._replaced: dict[Tensor, Tensor] = {}
         self._assign(parts)
@@ -114,7 +113,6 @@ class Sharding:
 
     def follow_changes(self) -> None:
         """Shard the tensors that hooks, which run on every rank, have added or replaced."""
-        self.names = {parameter: name for name, parameter in self.module.named_parameters()}
         self._assign(self._parts)
         self.shard(self._local)
 
@@ -149,6 +147,7 @@ class Sharding:
                         tensors[key] = original.requires_grad_(meta.requires_grad)
                         move_gradient_hooks(meta, original)
         self._replaced.clear()
+        self._assign(self._parts)
         return metas
 
     def reshard(self, parts: Sequence[range], local: Collection[int]) -> list[ReshardedTensor]:
@@ -171,6 +170,7 @@ class Sharding:
 
     def _assign(self, parts: Sequence[range]) -> None:
         self._parts = parts
+        self.names = {parameter: name for name, parameter in self.module.named_parameters()}
         self.all_stages = frozenset(range(len(parts)))
         self._stage_of_layer = {
             self._layers[index]: stage for stage, part in enumerate(parts) for index in part
