@@ -113,15 +113,15 @@ class Resets(Changing):
 MODULES = [Replaces, Removes, Parametrizes, Resets]
 
 
-def train(make: type[Changing], strategy: Any, ranks: int, saved: Path | None = None) -> Record:
+def train(make: type[Changing], strategy: Any, ranks: int, file: Path | None = None) -> Record:
     L.seed_everything(0, verbose=False)
     module = make().double()
     run = trainer(
         strategy, ranks, precision="64-true", gradient_clip_val=0.1, use_distributed_sampler=False
     )
     run.fit(module, share(run, loader(1).dataset))
-    if saved is not None:
-        run.save_checkpoint(saved)
+    if file is not None:
+        run.save_checkpoint(file)
     return recorded(run, module)
 
 
@@ -135,6 +135,12 @@ def on_ranks(folder: Path) -> dict[str, Any]:
     return found
 
 
+def saved(path: Path) -> list[Any]:
+    """The weights and the state of the optimizer in a checkpoint."""
+    checkpoint = torch.load(path, weights_only=False)
+    return [checkpoint["state_dict"], checkpoint["optimizer_states"][0]["state"]]
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[Any, Record]], Path]:
     folder = tmp_path_factory.mktemp("ranks")
@@ -144,7 +150,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[Any, Reco
 @pytest.mark.parametrize("make", MODULES)
 def test_they_train_as_on_one_process(make: type[Changing], ranks: Any, tmp_path: Path) -> None:
     alone = train(make, "auto", 1, tmp_path / "alone.ckpt")
-    expected = torch.load(tmp_path / "alone.ckpt", weights_only=False)["state_dict"]
+    expected = saved(tmp_path / "alone.ckpt")
     loopback = AxoSparseStrategy(2, make.microbatches, pipeline="model", transport="loopback")
     assert difference(train(make, loopback, 1), alone) < 1e-10
     found, folder = ranks
@@ -153,9 +159,8 @@ def test_they_train_as_on_one_process(make: type[Changing], ranks: Any, tmp_path
         assert losses == pytest.approx(alone.losses, abs=1e-10)
         for record in (each[make.__name__, g_inter] for each in found):
             torch.testing.assert_close(record.weights, alone.weights, rtol=0, atol=1e-10)
-        path = folder / f"{make.__name__}-{g_inter}.ckpt"
-        saved = torch.load(path, weights_only=False)["state_dict"]
-        torch.testing.assert_close(saved, expected, rtol=0, atol=1e-10)
+        ours = saved(folder / f"{make.__name__}-{g_inter}.ckpt")
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10)
 
 
 class PutsAnotherLayer(Replaces):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -94,6 +94,7 @@ class StageModule:
         self._parameters: list[nn.Parameter] = []
         """The parameters that are sharded and reduced."""
         self._attached = ExitStack()
+        self._limited = ExitStack()
         self.shared = SharedParameters(self.sharding, self.weight_parts, groups)
         self.layers = self._pipelined_layers(partition)
         self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
@@ -147,19 +148,21 @@ class StageModule:
         self._attach()
 
     def follow_changes(self) -> None:
-        """Shard and reduce parameters that hooks have added or replaced; alike on all ranks."""
-        now = list(self.module.parameters())
-        if len(now) == len(self._parameters) and all(map(operator.is_, now, self._parameters)):
+        """Shard and reduce what hooks have added or replaced; alike on all ranks."""
+        parameters, optimizers = self.module.parameters(), self.module.trainer.optimizers
+        if _same(self._parameters, parameters) and _same(self._optimizers, optimizers):
             return
         if self.last_stage:
             self._validate_layers()
-        with updating_param_groups(self.module, self.module.trainer.optimizers):
+        self._optimizers = list(optimizers)
+        with updating_param_groups(self.module, optimizers):
             self.sharding.follow_changes()
         self.shared.set_groups(self.groups)
         self.remote_gradients.update()
         self._count()
         self.shared.detach()
         self.shared.attach()
+        self._limit_steps()
         self._parameters = list(self.module.parameters())
 
     def _validate_layers(self) -> None:
@@ -199,7 +202,7 @@ class StageModule:
         """Undo :meth:`shard`, except that tensors of other stages stay freed."""
         self._detach()
         self._join()
-        with updating_param_groups(self.module, self.module.trainer.optimizers):
+        with updating_param_groups(self.module, self._optimizers):
             self._freed = self.sharding.restore_tensors()
         scratch.clear()
         self.share_outer_buffers(self.module)
@@ -336,11 +339,18 @@ class StageModule:
             # Lightning's model summary would call layers of other stages with it.
             undo.callback(setattr, module, "example_input_array", module.example_input_array)
             module.example_input_array = None
-            for optimizer in self._optimizers:
-                undo.callback(LocalSteps(optimizer).remove)
+        self._limit_steps()
+        undo.callback(self._limited.close)
         self.shared.attach()
         undo.callback(self.shared.detach)
         self._parameters = list(module.parameters())
+
+    def _limit_steps(self) -> None:
+        """Let the optimizers step only this rank's parameters."""
+        self._limited.close()
+        if not self.has_all_stages:
+            for optimizer in self._optimizers:
+                self._limited.callback(LocalSteps(optimizer).remove)
 
     def _detach(self) -> None:
         """Undo :meth:`_attach`."""
@@ -349,3 +359,9 @@ class StageModule:
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None or isinstance(tensor, DividedGradient) else tensor.cpu()
+
+
+def _same(before: Sequence[object], after: Iterable[object]) -> bool:
+    """Return whether both have the same objects in the same order."""
+    after = list(after)
+    return len(before) == len(after) and all(map(operator.is_, before, after))
