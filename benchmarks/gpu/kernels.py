@@ -3,10 +3,9 @@
     python -m benchmarks.gpu.kernels              # on a CUDA device
     python -m benchmarks.gpu.kernels --tiny       # on CPU: does it all work?
 
-Before any timing, every kernel is compared with the reference, to the bit, and one launch for
-several weights with a launch for each. Then prints a Markdown table: one weight made dense and
-compressed again, next to filling the same memory with zeros, which is the lower bound for making it
-dense.
+Before any timing, every kernel is compared with the reference, to the bit. Then prints a Markdown
+table: one weight made dense and compressed again, next to filling the same memory with zeros, which
+is the lower bound for making it dense.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from benchmarks.gpu.timing import median_seconds
 from lightning_axosparse.sparse.kernels import reference
-from lightning_axosparse.sparse.store.copies import Launches, WeightTensors
 from lightning_axosparse.sparse.store.formats import FORMATS, layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 
@@ -52,21 +50,6 @@ def _check_one(layout: Layout, dense: Tensor, stored: torch.dtype) -> None:
         layout.compress_tile(tile, flat, read)
         reference.compress(place, flat, expected)
         assert torch.equal(read, expected), layout
-
-
-def check_together(device: torch.device) -> None:
-    """Check that one launch for several weights computes what a launch for each does."""
-    masks = [torch.rand(shape, device=device) < 0.2 for shape in ((301, 1000), (64, 4096), (1, 9))]
-    layouts, launches = [layout_of(mask, "bitmap") for mask in masks], Launches()
-    for stored, dtype in product(DTYPES, DTYPES):
-        dense = [torch.randn(mask.shape, device=device).to(dtype) for mask in masks]
-        values = [each.compress(d).to(stored) for each, d in zip(layouts, dense, strict=True)]
-        read, made = ([torch.empty_like(each) for each in them] for them in (values, dense))
-        launches.compress([WeightTensors(*each) for each in zip(read, layouts, dense, strict=True)])
-        launches.densify([WeightTensors(*each) for each in zip(values, layouts, made, strict=True)])
-        for layout, compressed, one, filled in zip(layouts, values, read, made, strict=True):
-            assert torch.equal(one, compressed), layout
-            assert torch.equal(filled, layout.densify(compressed.to(dtype))), layout
 
 
 def rows(
@@ -101,8 +84,6 @@ def main() -> None:
     device = torch.device("cpu" if options.tiny else "cuda")
     torch.manual_seed(0)
     check(device)
-    if device.type == "cuda":
-        check_together(device)
     print(
         "| dtype | pruned | format | bytes per unpruned entry | zeros | densify | / zeros ", end=""
     )

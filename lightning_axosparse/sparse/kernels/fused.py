@@ -1,8 +1,7 @@
 """Densifies and compresses a tile with Triton, in one pass over the dense entries.
 
 One program works on one block of the layout. To densify, it writes every entry of the block once,
-coalesced: the value or zero, according to the bit. One launch may serve several weights: its
-programs look up in a table on which of them they work. The tests compare the kernels with the
+coalesced: the value or zero, according to the bit. The tests compare the kernels with the
 reference in Triton's interpreter and compile them for a GPU; ``benchmarks/gpu/kernels.py`` compares
 and times them on one.
 
@@ -12,23 +11,12 @@ has 32 bits and counts from the start of the block; the start itself has 64.
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 _CHUNK = 2048
 """Entries that a program handles at a time."""
-
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-_COLUMNS = 7
-
-TOGETHER = frozenset(product(_TYPES, _TYPES, [torch.int32]))
-"""Dtypes of values, dense tensors and starts of blocks of weights that one launch can serve."""
 
 
 def densify(
@@ -55,89 +43,9 @@ def compress(
     _compress_bits[(blocks,)](out, dense, starts, first, dense.numel(), bits, block, CHUNK=_CHUNK)
 
 
-def densify_together(
-    table: Tensor, owners: Tensor, values_dtype: torch.dtype, dense_dtype: torch.dtype
-) -> None:
-    """Densify several weights in one launch, which takes as long on the host as that of one.
-
-    Args:
-        table: a row of seven int64 for each weight: the addresses of its unpruned values,
-            its dense tensor, the starts of its blocks (int32) and its bits; the number of its
-            entries, those of a block, and the number of its first program.
-        owners: the row of the weight on whose block each program works, int32.
-        values_dtype: dtype of the unpruned values of all weights.
-        dense_dtype: dtype of all dense tensors.
-    """
-    _launch(_densify_table, table, owners, values_dtype, dense_dtype)
-
-
-def compress_together(
-    table: Tensor, owners: Tensor, values_dtype: torch.dtype, dense_dtype: torch.dtype
-) -> None:
-    """Copy the unpruned entries of several dense tensors in one launch; arguments as above."""
-    _launch(_compress_table, table, owners, values_dtype, dense_dtype)
-
-
-def _launch(
-    kernel: Any, table: Tensor, owners: Tensor, values_dtype: torch.dtype, dense_dtype: torch.dtype
-) -> None:
-    types = _TYPES[values_dtype], _TYPES[dense_dtype]
-    kernel[(len(owners),)](table, owners, *types, COLUMNS=_COLUMNS, CHUNK=_CHUNK)
-
-
 @triton.jit
 def _densify_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
-    _densify_block(program, values, dense, starts, first, numel, bits, block, CHUNK)
-
-
-@triton.jit
-def _compress_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    _compress_block(program, values, dense, starts, first, numel, bits, block, CHUNK)
-
-
-@triton.jit
-def _densify_table(
-    table,
-    owners,
-    VALUES: tl.constexpr,
-    DENSE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    program, values, dense, starts, numel, bits, block = _row(table, owners, VALUES, DENSE, COLUMNS)
-    _densify_block(program, values, dense, starts, 0, numel, bits, block, CHUNK)
-
-
-@triton.jit
-def _compress_table(
-    table,
-    owners,
-    VALUES: tl.constexpr,
-    DENSE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    program, values, dense, starts, numel, bits, block = _row(table, owners, VALUES, DENSE, COLUMNS)
-    _compress_block(program, values, dense, starts, 0, numel, bits, block, CHUNK)
-
-
-@triton.jit
-def _row(table, owners, VALUES: tl.constexpr, DENSE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return which block of its weight this program works on, and the weight's arguments."""
-    program = tl.program_id(0).to(tl.int64)
-    row = table + COLUMNS * tl.load(owners + program)
-    values = tl.load(row).to(tl.pointer_type(VALUES))
-    dense = tl.load(row + 1).to(tl.pointer_type(DENSE))
-    starts = tl.load(row + 2).to(tl.pointer_type(tl.int32))
-    bits = tl.load(row + 3).to(tl.pointer_type(tl.uint8))
-    numel, block = tl.load(row + 4), tl.load(row + 5)
-    return program - tl.load(row + 6), values, dense, starts, numel, bits, block
-
-
-@triton.jit
-def _densify_block(program, values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
     start = program * block
     end = tl.minimum(start + block, numel)
     entry = tl.load(starts + program).to(tl.int64) - first
@@ -151,7 +59,8 @@ def _densify_block(program, values, dense, starts, first, numel, bits, block, CH
 
 
 @triton.jit
-def _compress_block(program, values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
+def _compress_bits(values, dense, starts, first, numel, bits, block, CHUNK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
     start = program * block
     end = tl.minimum(start + block, numel)
     entry = tl.load(starts + program).to(tl.int64) - first

@@ -6,9 +6,8 @@ Three paths compute ``inputs @ weight.t() + bias`` or ``inputs @ weight + bias``
 path         when it runs                                      how
 ===========  ================================================  ==================================
 layer        in the forward of ``nn.Linear`` and               one autograd node on the values;
-             ``transformers``' ``Conv1D`` whose weight alone   no weight is read. With a resident
-             is stored sparse, if the operands are eligible    copy on a GPU: torch's own operator
-                                                               on it (``copies``)
+             ``transformers``' ``Conv1D`` whose weight alone   no weight is read
+             is stored sparse, if the operands are eligible
 read weight  in ``F.linear``, ``mm``, ``matmul`` and           one autograd node on the weight
              ``addmm`` with a large weight that was read
              while gradients are recorded
@@ -142,29 +141,8 @@ def multiply_layer(
     inputs, bias, _ = operands
     if not torch.is_grad_enabled():  # a node of autograd takes as long as a token's product
         return multiply(inputs, values, layout, form.copy, form.backend, by_rows, bias)
-    weight = _differentiable_copy(values, layout, form, inputs.dtype)
-    if weight is not None:
-        return F.linear(inputs, weight, bias) if by_rows else _affine(inputs, weight, bias)
     output: Tensor = _LayerProduct.apply(inputs, values, bias, layout, form, by_rows)  # type: ignore[no-untyped-call]
     return output
-
-
-def _differentiable_copy(
-    values: Tensor, layout: Layout, form: DenseForm, dtype: torch.dtype
-) -> Tensor | None:
-    """Return the resident copy with its autograd node, unless the gradient should be in panels."""
-    copy = form.copy
-    if copy is None or copy.dtype != dtype or not values.requires_grad:
-        return None
-    small = layout.shape.numel() <= panels.PANEL_ENTRIES
-    return copy.differentiable(values, layout) if small else None
-
-
-def _affine(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return ``inputs @ weight + bias``; unlike that of ``linear``, the gradient is contiguous."""
-    flat = _flat(inputs)
-    outputs = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return outputs.view(*inputs.shape[:-1], weight.shape[1])
 
 
 def rows_are_outputs(dense_class: type[nn.Module]) -> bool | None:

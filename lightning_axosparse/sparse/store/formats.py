@@ -181,18 +181,6 @@ class BitmapLayout(Layout):
         small = block_entries(self.shape) < INT32_ENTRIES
         return kernel_module("fused") if fits and small and triton_installed() else None
 
-    def kernels_together(self, values: Tensor, dense: Tensor) -> ModuleType | None:
-        """Return those of Triton, if they have all three dtypes."""
-        kernels = self.kernels(dense)
-        types = values.dtype, dense.dtype, self.starts.dtype
-        fit = kernels is not None and types in kernels.TOGETHER
-        return kernels if fit and dense.is_contiguous() and self.nnz else None
-
-    def table_row(self, values: Tensor, dense: Tensor) -> list[int]:
-        """Return the weight's row in the table of those kernels, without its first program."""
-        addresses = [each.data_ptr() for each in (values, dense, self.starts, self.bits)]
-        return [*addresses, dense.numel(), block_entries(self.shape)]
-
     def _index_in(self, tile: Tile) -> tuple[Tensor, Tensor, int, int, int]:
         """Return the tile's bits and blocks."""
         first, last = tile.blocks.start, tile.blocks.stop

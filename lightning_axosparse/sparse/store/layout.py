@@ -113,15 +113,6 @@ class Layout(ABC):
     def kernels(self, tensor: Tensor) -> ModuleType | None:
         """Return the kernels that do without positions, if there are any for a tile ``tensor``."""
 
-    def kernels_together(self, values: Tensor, dense: Tensor) -> ModuleType | None:
-        """Return the kernels that serve this weight and others in one launch, if there are any.
-
-        Args:
-            values: the unpruned values of the weight or of its gradient.
-            dense: its dense tensor.
-        """
-        return None
-
     @abstractmethod
     def _index_in(self, tile: Tile) -> tuple[Any, ...]:
         """Return the tile's part of the index as these kernels read it."""
@@ -203,17 +194,12 @@ class Layout(ABC):
         values = dense.new_empty(self.nnz)
         if dense.is_meta:  # the parameter of another stage
             return values
-        self.read(dense, values)
-        return values
-
-    @torch.no_grad()
-    def read(self, dense: Tensor, values: Tensor) -> None:
-        """Copy the unpruned entries of ``dense``, cast to their dtype, to ``values``."""
         if type(dense) not in (Tensor, Parameter):
             dense = dense.clone()  # of a sparse weight once, not for each tile
         rows = dense.view(1) if dense.dim() == 0 else dense
         for tile in self.tiles:
             self.compress_tile(tile, rows[tile.rows].reshape(-1), values[tile.entries])
+        return values
 
     @torch.no_grad()
     def densify(self, values: Tensor) -> Tensor:
