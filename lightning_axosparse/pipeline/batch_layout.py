@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+
+from lightning_axosparse.support.troubleshooting import see
 
 Path: TypeAlias = tuple[str, ...]
 """The path to a leaf of a batch: ``("['x']", "[0]")`` for ``batch['x'][0]``."""
@@ -133,8 +136,14 @@ def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
 
 
 def copied_batch(node: Any) -> Any:
-    """Copy a batch, so that a step may change its tensors, arrays and containers."""
+    """Copy a batch, so that a step may change its tensors, arrays and containers.
+
+    Raises:
+        MisconfigurationException: if a tensor has a graph, which the copy would not have.
+    """
     if isinstance(node, Tensor):
+        if node.grad_fn is not None:
+            _refuse_graph()
         return node.detach().clone().requires_grad_(node.requires_grad)
     if isinstance(node, np.ndarray):
         return node.copy()
@@ -146,6 +155,14 @@ def copied_batch(node: Any) -> Any:
     if not entries:
         return node
     return rebuilt(node, {key: copied_batch(each) for key, each in entries.items()})
+
+
+def _refuse_graph() -> NoReturn:
+    raise MisconfigurationException(
+        "A hook such as on_after_batch_transfer computes the batch with trained parameters, which "
+        "would get no gradients: stages run the step on copies of the batch. Compute this in the "
+        "step, before the layers, or under torch.no_grad()." + see("batches")
+    )
 
 
 def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

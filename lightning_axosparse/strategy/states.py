@@ -30,6 +30,7 @@ from lightning_axosparse.strategy.compat.gradients import (
 )
 from lightning_axosparse.strategy.compat.internals import move_optimizers
 from lightning_axosparse.strategy.compat.lockstep import LoopCheck, acting_together
+from lightning_axosparse.strategy.compat.logging import advising_where
 from lightning_axosparse.strategy.config import Config
 from lightning_axosparse.strategy.mpi_strategy import MPIStrategy
 from lightning_axosparse.strategy.regrid import Regrid
@@ -116,6 +117,7 @@ class Running:
             self.shards = self._shard_optimizer(optimizers[0], trainer, undo)
         strategy.setup_precision_plugin()
         self._adapt_trainer(trainer, undo)
+        undo.enter_context(advising_where(lambda: strategy.is_distributed))
         self.runner: StepRunner | WholeStepRunner
         self.regrid: Regrid | None = None
         steps_in_parts = self.shards is not None

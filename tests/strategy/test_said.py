@@ -68,6 +68,7 @@ def test_ranks_say_two_lines_in_a_fit_and_none_in_validation(devices: int, tmp_p
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     said = [line for line in lines if not OF_LIGHTNING.search(line)]
     assert len(said) == 2, said
+    assert any("sync_dist=True" in line for line in lines) == (devices > 2)  # Replicas differ.
     assert re.fullmatch(START, said[0])
     assert re.fullmatch(DRAW, said[1])
 

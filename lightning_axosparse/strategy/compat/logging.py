@@ -8,14 +8,17 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.connectors.logger_connector import result
 from lightning.pytorch.utilities.memory import recursive_detach
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_axosparse.pipeline.crossing.skip_tensors import unnumbered
+from lightning_axosparse.support.patched import patched
 from lightning_axosparse.support.torch_internals import version_of
 from lightning_axosparse.support.troubleshooting import see
 
@@ -157,6 +160,18 @@ class StepLog:
         with unnumbered():
             texts = list(map(str, values))  # Values may change before they are printed.
         self.prints.append(partial(type(module).print, module, *texts, **options))
+
+
+def advising_where(replicas_differ: Callable[[], bool]) -> AbstractContextManager[None]:
+    """Return a context in which Lightning advises ``sync_dist=True`` only where replicas differ.
+
+    With one replica it drops the argument, and then would advise it for every value of an epoch.
+    """
+    return patched(
+        result,
+        "_distributed_is_initialized",
+        lambda: replicas_differ() and _distributed_is_initialized(),
+    )
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -91,8 +91,8 @@ class StageModule:
         self._freed: dict[Tensor, Tensor] = {}
         self._counted: dict[Tensor, str] = {}
         self._optimizers: Sequence[Optimizer] = ()
-        self._parameters: list[nn.Parameter] = []
-        """The parameters that are sharded and reduced."""
+        self._followed: list[nn.Parameter | Optimizer] = []
+        """The parameters that are sharded and reduced, and the optimizers that step them."""
         self._attached = ExitStack()
         self._limited = ExitStack()
         self.shared = SharedParameters(self.sharding, self.weight_parts, groups)
@@ -149,8 +149,9 @@ class StageModule:
 
     def follow_changes(self) -> None:
         """Shard and reduce what hooks have added or replaced; alike on all ranks."""
-        parameters, optimizers = self.module.parameters(), self.module.trainer.optimizers
-        if _same(self._parameters, parameters) and _same(self._optimizers, optimizers):
+        optimizers = self.module.trainer.optimizers
+        now = [*self.module.parameters(), *optimizers]
+        if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
         if self.last_stage:
             self._validate_layers()
@@ -163,7 +164,7 @@ class StageModule:
         self.shared.detach()
         self.shared.attach()
         self._limit_steps()
-        self._parameters = list(self.module.parameters())
+        self._followed = [*self.module.parameters(), *optimizers]
 
     def _validate_layers(self) -> None:
         present = dict(self.module.named_modules(remove_duplicate=False))
@@ -343,7 +344,7 @@ class StageModule:
         undo.callback(self._limited.close)
         self.shared.attach()
         undo.callback(self.shared.detach)
-        self._parameters = list(module.parameters())
+        self._followed = [*module.parameters(), *self._optimizers]
 
     def _limit_steps(self) -> None:
         """Let the optimizers step only this rank's parameters."""
@@ -359,9 +360,3 @@ class StageModule:
 
 def _on_cpu(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None or isinstance(tensor, DividedGradient) else tensor.cpu()
-
-
-def _same(before: Sequence[object], after: Iterable[object]) -> bool:
-    """Return whether both have the same objects in the same order."""
-    after = list(after)
-    return len(before) == len(after) and all(map(operator.is_, before, after))

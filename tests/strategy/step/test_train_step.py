@@ -11,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -152,3 +153,20 @@ def test_a_list_that_grows_makes_no_step_longer() -> None:
     trainer(strategy, max_epochs=1).fit(module, DataLoader(TensorDataset(x, x), 8))
     assert len(set(ENTERED[8:])) == 1  # The eighth batch is the last one that is compared.
     assert len(module.outputs) == 15
+
+
+class ComputesTheBatch(Linears):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(8, 8)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [self.before(batch[0]), batch[1]]
+
+
+@pytest.mark.parametrize("loss", ["whole", "mean"])
+def test_a_batch_with_a_graph_is_refused_where_steps_get_copies(loss: str) -> None:
+    x = torch.randn(16, 8)
+    strategy = AxoSparseStrategy(2, microbatches=2, transport="loopback", loss=loss)
+    with pytest.raises(MisconfigurationException, match="computes the batch with trained"):
+        trainer(strategy).fit(ComputesTheBatch(), DataLoader(TensorDataset(x, x), 8))
