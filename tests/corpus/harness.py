@@ -69,8 +69,6 @@ class Entry:
         cause: the module it stands in.
         make: makes the user's module.
         equal: a hostile step that has to be right, and nothing said.
-        crashes: whether it may end in an error of its own code.
-        rounding: of its precision, as a multiple of that of float32.
         random: whether it draws random numbers, so that values are not compared.
         reason: what a warning or an error has to tell, though this step looks ordinary.
         unread: attributes of which nobody reads what the last micro-batch leaves.
@@ -83,8 +81,6 @@ class Entry:
     cause: str
     make: Callable[[], L.LightningModule]
     equal: bool
-    crashes: bool
-    rounding: float
     random: bool
     reason: str
     unread: tuple[str, ...]
@@ -129,8 +125,6 @@ def entry(
     *,
     hook: str = "",
     equal: bool = False,
-    crashes: bool = False,
-    rounding: float = 1,
     random: bool = False,
     reason: str = "",
     unread: tuple[str, ...] = (),
@@ -144,8 +138,7 @@ def entry(
         base: what the method is put into.
         hook: the method's name there; by default ``training_step`` if it takes a batch and its
             index, else ``loss``.
-        equal, crashes, rounding, random: see :class:`Entry`.
-        reason, unread, strategy, trainer, loaders: see :class:`Entry`.
+        equal, random, reason, unread, strategy, trainer, loaders: see :class:`Entry`.
     """
 
     def enter(what: Any) -> Any:
@@ -161,8 +154,6 @@ def entry(
             cause=what.__module__.rsplit(".", 1)[-1],
             make=made,
             equal=equal,
-            crashes=crashes,
-            rounding=rounding,
             random=random,
             reason=reason,
             unread=unread,
@@ -311,52 +302,52 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{path}[{index}]", one)
 
 
-def differences(plain: Observation, ours: Observation, rounding: float = 1) -> dict[str, str]:
+def differences(plain: Observation, ours: Observation) -> dict[str, str]:
     """What differs between two runs by more than rounding, by name, in words."""
     found: dict[str, str] = {}
     if len(plain.losses) != len(ours.losses):
         found["loss"] = f"{len(plain.losses)} steps, {len(ours.losses)} here"
     for one, other in zip(plain.losses, ours.losses, strict=False):
-        if _differ(one, other, rounding):
+        if _differ(one, other):
             found.setdefault("loss", f"{one:.6g}, {other:.6g} here")
     for one, other in zip(plain.logged, ours.logged, strict=False):
         for name in one.keys() | other.keys():
             if name not in one or name not in other:
                 found.setdefault(name, f"logged {name in one}, {name in other} here")
-            elif _differ(one[name], other[name], rounding):
+            elif _differ(one[name], other[name]):
                 found.setdefault(name, f"{one[name]:.6g}, {other[name]:.6g} here")
     for name, one in plain.weights.items():
         before, other = plain.before[name], ours.weights[name]
-        if _too_far(before.double(), one.double(), other.double(), rounding):
+        if _too_far(before.double(), one.double(), other.double()):
             change = (one - before).double().norm().clamp(min=1e-12)
             found[f"weight {name}"] = f"{(other - one).double().norm() / change:.2%} off"
     for name in plain.attributes.keys() | ours.attributes.keys():
         left, right = plain.attributes.get(name), ours.attributes.get(name)
         if name in ours.attributes and right is None:
             continue
-        if left is None or right is None or not _same(left, right, rounding):
+        if left is None or right is None or not _same(left, right):
             found[name] = f"{_show(left)}, {_show(right)} here"
     return found
 
 
-def _same(one: Tensor, other: Tensor, rounding: float) -> bool:
+def _same(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    return torch.allclose(one.double(), other.double(), rounding * RELATIVE, 1e-6, equal_nan=True)
+    return torch.allclose(one.double(), other.double(), RELATIVE, 1e-6, equal_nan=True)
 
 
-def _too_far(before: Tensor, one: Tensor, other: Tensor, rounding: float) -> bool:
+def _too_far(before: Tensor, one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
         return True
     before, one, other = (part.nan_to_num(0, 0, 0) for part in (before, one, other))
-    near = rounding * OF_UPDATES * (one - before).norm() + 2e-6 * one.norm() + 1e-7
+    near = OF_UPDATES * (one - before).norm() + 2e-6 * one.norm() + 1e-7
     return bool((other - one).norm() > near)
 
 
-def _differ(one: float, other: float, rounding: float) -> bool:
+def _differ(one: float, other: float) -> bool:
     if one != one or other != other:
         return (one != one) != (other != other)
-    return abs(one - other) > rounding * RELATIVE * max(abs(one), abs(other)) + 1e-6
+    return abs(one - other) > RELATIVE * max(abs(one), abs(other)) + 1e-6
 
 
 def _show(value: Tensor | None) -> str:
@@ -374,7 +365,7 @@ def judge(which: Entry, plain: Observation, ours: Observation) -> Outcome:
     if which.random:
         found = {"random": "not compared"} if which.hostile and not which.equal else {}
     else:
-        found = differences(plain, ours, which.rounding)
+        found = differences(plain, ours)
         found = {name: what for name, what in found.items() if name not in which.unread}
     unnamed = unsaid(found, said)
     if unnamed:
@@ -400,8 +391,6 @@ def _names(name: str, text: str) -> bool:
 def allowed_outcomes(which: Entry) -> set[Kind]:
     """What an entry may come to."""
     told: set[Kind] = {"refused", "warned"}
-    if which.crashes:
-        told.add("crashed")
     if which.reason:
         return told
     return told | {"equal"} if which.hostile and not which.equal else {"equal"}

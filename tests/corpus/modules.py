@@ -114,25 +114,6 @@ class Embedding(Classification):
     outputs = 5
 
 
-class Binary(Module):
-    """Yes or no, where yes is rare."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = mlp(FEATURES, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x).squeeze(-1)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.binary_cross_entropy_with_logits(self(x), y)
-
-    @classmethod
-    def dataset(cls, seed: int) -> Dataset:
-        x = torch.randn(BATCHES * SAMPLES, FEATURES, generator=numbers(seed))
-        return TensorDataset(x, (x[:, 0] > 0.4).float())
-
-
 class Tagger(Module):
     """Tags the words of sentences of different lengths, in batches that are dicts."""
 
@@ -171,47 +152,6 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: column[index] for name, column in self.columns.items()}
-
-
-class Images(Module):
-    """A class for each small image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(
-            nn.Conv2d(2, 6, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(6, 6, 3, stride=2, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(54, CLASSES),
-        )
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self(x), y)
-
-    @classmethod
-    def dataset(cls, seed: int) -> Dataset:
-        x = torch.randn(BATCHES * SAMPLES, 2, 6, 6, generator=numbers(seed))
-        return TensorDataset(x, x.flatten(1)[:, :CLASSES].argmax(-1))
-
-
-class Segmentation(Images):
-    """A class for each pixel of small images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = nn.Sequential(
-            *self.model[:2],
-            nn.Conv2d(6, 6, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(6, 3, 1),
-        )
-
-    @classmethod
-    def dataset(cls, seed: int) -> Dataset:
-        x, _ = Images.dataset(seed).tensors
-        return TensorDataset(x, (x[:, 0] > 0.6).long() + (x[:, 1] > 1.0).long())
 
 
 class Sequences(Module):

@@ -14,7 +14,3 @@ def test_an_ordinary_step_is_right(name: str) -> None:
     which = ORDINARY[name]
     outcome = compare(which)
     assert outcome.kind in allowed_outcomes(which), outcome
-
-
-def test_none_is_warned_of_or_refused() -> None:
-    assert not [one for one in ORDINARY.values() if one.reason]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -141,27 +141,6 @@ class AuxiliaryVarianceOfALayer(Regression):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         out = self(x)
         return F.mse_loss(out, y) + 0.1 * self.model[1].penalty
-
-
-@entry(crashes=True)
-class PenaltyByAGlobal(Regression):
-    """A layer leaves its penalty in a list of the file."""
-
-    penalties: ClassVar[list[Tensor]] = []
-
-    class Penalized(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            PenaltyByAGlobal.penalties.append(x.pow(2).mean())
-            return x
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[1] = self.Penalized()
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.penalties.clear()
-        out = self(x)
-        return F.mse_loss(out, y) + 0.1 * torch.stack(self.penalties).sum()
 
 
 @entry()

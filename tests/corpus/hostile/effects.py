@@ -71,21 +71,6 @@ class AddsAStemThatTheFirstLayerChanges(ReadsAStemThatTheFirstLayerChanges):
         self.log("validated", F.mse_loss(self(x), y))
 
 
-@entry(equal=True)
-class ComparesWithABatchThatTheFirstLayerChanges(Layered):
-    layer = HalvesItsInput
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[0].linear = nn.Linear(FEATURES, 8)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        given = x
-        for layer in self.model:
-            x = layer(x)
-        return F.mse_loss(self.head(x), given[:, :OUTPUTS]) + self.stem.weight.sum() * 0
-
-
 class WritesToMemory(Layer):
     def forward(self, x: Tensor, *, memory: Tensor) -> Tensor:
         x = self.linear(x).tanh()

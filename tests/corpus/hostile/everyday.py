@@ -9,22 +9,12 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import CombinedLoader, rank_zero_only
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from tests.corpus.harness import entry
-from tests.corpus.hostile.later import starts_to_compare_samples
-from tests.corpus.modules import (
-    CLASSES,
-    OUTPUTS,
-    Binary,
-    Classification,
-    Embedding,
-    Regression,
-    Scalar,
-    Tagger,
-)
+from tests.corpus.modules import Classification, Embedding, Regression, Scalar, Tagger
 
 
 def two_loaders(first: int, second: int, mode: str = "min_size") -> Any:
@@ -56,38 +46,6 @@ def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tenso
     return F.mse_loss(source, y) + gap
 
 
-@entry(Classification, equal=True)
-def logs_the_loss_of_each_class(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    losses = F.cross_entropy(self(x), y, reduction="none")
-    for label in range(CLASSES):
-        if (y == label).any():
-            self.log(f"loss_{label}", losses[y == label].mean())
-    return losses.mean()
-
-
-def f1(guess: np.ndarray, truth: np.ndarray) -> float:
-    """As scikit-learn computes it, of numpy arrays."""
-    hits = float(((guess == 1) & (truth == 1)).sum())
-    return 2 * hits / max(float((guess == 1).sum() + (truth == 1).sum()), 1.0)
-
-
-@entry(trainer={"num_sanity_val_steps": 1, "max_epochs": 3})
-class F1ThatIsZeroAtFirst(Binary):
-    """The untrained network says no to all, so that nothing shows how the values combine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.init.constant_(self.model[4].bias, -1.0)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        guess = (self(x) > 0).numpy()
-        self.log("val_f1", f1(guess, y.numpy()))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.1)
-
-
 @entry(equal=True)
 class AnnealsAHyperparameter(Regression):
     def __init__(self, beta: float = 0.1) -> None:
@@ -115,26 +73,6 @@ class CountsOnTheClass(Regression):
 
     def on_train_epoch_end(self) -> None:
         self.log("steps", float(self.steps))
-
-
-@entry()
-class MemoryBankByIndex(Embedding):
-    """Instance discrimination: each sample has a row, which the loss of others reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.zeros(24, 5))
-
-    @classmethod
-    def dataset(cls, seed: int) -> Any:
-        x, y = Embedding.dataset(seed).tensors
-        return TensorDataset(x, y, torch.arange(len(x)))
-
-    def loss(self, x: Tensor, y: Tensor, index: Tensor) -> Tensor:
-        z = self(x)
-        with torch.no_grad():
-            self.bank[index] = F.normalize(z.detach(), dim=-1)
-        return F.cross_entropy(z, y) + (z @ self.bank.clone().T).logsumexp(1).mean()
 
 
 @entry(Regression, equal=True)
@@ -166,22 +104,6 @@ def predicts_before_it_trains(self: Any, x: Tensor, y: Tensor) -> Tensor:
     with torch.no_grad():
         guess = self(x).argmax(-1)
     return F.cross_entropy(self(x + 0.1), guess)
-
-
-@entry()
-class HiddenStateOfEachSample(Regression):
-    """A recurrent network whose state goes on in the next batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Tensor | None = None
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self(x)
-        if self.state is not None:
-            out = out + 0.5 * self.state
-        self.state = out.detach()
-        return F.mse_loss(out, y)
 
 
 @entry(equal=True)
@@ -279,42 +201,6 @@ class WritesToTheLoggerItself(Regression):
         self.log_metrics = [row["own"] for row in self.loggers[0].rows if "own" in row]
 
 
-@entry(
-    Regression,
-    trainer={"precision": "bf16-mixed"},
-    rounding=40,
-    unread=("weight model.4.bias",),
-)
-def standardizes_in_half_precision(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The gradient of that bias is zero but for rounding: the mean is taken off."""
-    out = self(x)
-    return F.mse_loss((out - out.mean(0)) / (out.std(0) + 1e-3), y)
-
-
-@entry(Scalar, trainer={"accumulate_grad_batches": 2})
-def accumulates_a_correlation(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    p = self(x)
-    return 1 - torch.corrcoef(torch.stack([p, y]))[0, 1]
-
-
-def uneven(module: Any) -> Any:
-    """Batches of eight, and a last one of five."""
-
-    def make(seed: int) -> DataLoader:
-        tensors = [each[:21] for each in module.dataset(seed).tensors]
-        return DataLoader(TensorDataset(*tensors), batch_size=8)
-
-    return make
-
-
-@entry(Regression, loaders=uneven(Regression), equal=True)
-def logs_over_an_uneven_epoch(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(self(x), y)
-    self.log("epoch", loss, on_step=False, on_epoch=True)
-    self.log("epoch_rmse", loss.sqrt(), on_step=False, on_epoch=True)
-    return loss
-
-
 @entry(equal=True)
 class LogsOnTheFirstRank(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -348,35 +234,3 @@ class PredictsProbabilities(Classification):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
         return {"class": logits.argmax(-1), "probability": logits.softmax(-1)}
-
-
-@entry()
-class ReadsAStatisticThatItReturned(Regression):
-    """A hook sums up what the step has returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spread = 0.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        out = self(x)
-        return {"loss": F.mse_loss(out, y), "spread": out.detach().std()}
-
-    def on_train_batch_end(self, outputs: Any, *args: Any) -> None:
-        self.spread += float(outputs["spread"])
-
-
-@entry()
-class StartsToCompareSamplesBehindASkip(Regression):
-    """A network with a skip connection, and a term that a schedule adds after some steps."""
-
-    loss = starts_to_compare_samples
-
-    def forward(self, x: Tensor) -> Any:
-        first, *others = self.model
-        skip = first(x)
-        x = skip
-        for layer in others:
-            x = layer(x)
-        return x + skip[:, :OUTPUTS]

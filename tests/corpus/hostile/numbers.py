@@ -13,21 +13,6 @@ from tests.corpus.harness import entry
 from tests.corpus.modules import Regression, Scalar
 
 
-@entry(Regression, equal=True)
-def loss_over_its_number(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(self(x), y)
-    return loss / loss.item()
-
-
-@entry(Regression)
-def decides_by_the_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    out = self(x)
-    loss = F.mse_loss(out, y)
-    if loss.item() < 2.6:
-        return loss
-    return F.l1_loss(out, y)
-
-
 @entry(Scalar)
 def scipy_like_rank_weights(self: Any, x: Tensor, y: Tensor) -> Tensor:
     errors = (self(x) - y).abs()
@@ -40,10 +25,3 @@ def skips_bad_batches(self: Any, batch: Any, batch_idx: int) -> Any:
     x, y = batch
     loss = F.mse_loss(self(x), y)
     return None if loss.item() > 3.2 else loss
-
-
-@entry(Regression)
-def moving_average_of_the_loss(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(self(x), y)
-    self.average = 0.9 * getattr(self, "average", 1.0) + 0.1 * loss.item()
-    return loss / self.average

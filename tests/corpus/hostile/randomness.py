@@ -23,19 +23,6 @@ def mixup_by_torch_beta(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return -(target * logits.log_softmax(-1)).sum(-1).mean()
 
 
-@entry(Regression, equal=True)
-def root_of_a_noisy_mean(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x + 0.1 * torch.randn_like(x)), y).sqrt()
-
-
-@entry(Regression, equal=True)
-def variational_autoencoder_with_sums(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Adds a mean over samples to a sum, and draws."""
-    mu = self(x)
-    z = mu + 0.1 * torch.randn_like(mu)
-    return F.mse_loss(z, y) + 1e-2 * mu.pow(2).sum()
-
-
 @entry(Regression)
 def numpy_permutation(self: Any, x: Tensor, y: Tensor) -> Tensor:
     order = torch.from_numpy(np.random.permutation(len(x)))

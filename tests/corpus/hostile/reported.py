@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import CatMetric, MeanMetric, SumMetric
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import BATCHES, FEATURES, OUTPUTS, SAMPLES, Module, Regression, numbers
+from tests.corpus.modules import BATCHES, FEATURES, SAMPLES, Module, Regression, numbers
 
 WIDTH, PLACES = 8, 5
 
@@ -94,17 +94,6 @@ class SparseBatches(Regression):
     @classmethod
     def loader(cls, seed: int) -> Any:
         return DataLoader(cls.dataset(seed), batch_size=SAMPLES, collate_fn=sparse_batch)
-
-
-def uneven(seed: int) -> Any:
-    return DataLoader(Regression.dataset(seed), batch_size=9)
-
-
-@entry(Regression, equal=True, loaders=uneven)
-def pairs_of_rows(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """The last batch has six samples, so that micro-batches have one or two."""
-    errors = (self(x) - y)[: len(x) // 2 * 2].view(-1, 2, OUTPUTS)
-    return (errors[:, 0] * errors[:, 1]).mean()
 
 
 class SwapsPairs(nn.Module):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import FEATURES, OUTPUTS, Classification, Embedding, Regression, mlp
+from tests.corpus.modules import FEATURES, OUTPUTS, Embedding, Regression, mlp
 
 
 @entry(equal=True)
@@ -30,51 +29,6 @@ class AnnealsBetaLikePyTorchVAE(Regression):
         loss = F.mse_loss(out, y) + 0.5 * (kld - capacity).abs()
         self.log("kld", kld)
         return loss
-
-
-@entry(equal=True)
-class CountsInALayer(Regression):
-    """A noise that decays, in the first layer."""
-
-    class Decaying(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return x * (1 + 0.5**self.calls)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[1] = self.Decaying()
-
-
-@entry()
-class AveragesInALayer(Regression):
-    """A layer that divides by a moving average of what goes through it."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("scale", torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.training:
-                with torch.no_grad():
-                    self.scale.mul_(0.9).add_(0.1 * x.abs().mean())
-            return x / self.scale
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[3] = self.Scaled()
-
-
-@entry(equal=True)
-class SpectralNormOfOld(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model[0] = torch.nn.utils.spectral_norm(self.model[0])
 
 
 @entry(strategy={"pipeline": "model"}, equal=True)
@@ -123,34 +77,6 @@ class KeepsTheBest(Regression):
 
 
 @entry(equal=True)
-class SumsInADict(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums = {"loss": 0.0, "samples": 0}
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(*batch)
-        self.sums["loss"] += loss.item() * len(batch[0])
-        self.sums["samples"] += len(batch[0])
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.log("epoch_loss", self.sums["loss"] / max(self.sums["samples"], 1))
-
-
-@entry(equal=True)
-class CountsWithACounter(Classification):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[int] = Counter()
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        logits = self(x)
-        self.seen.update(logits.argmax(-1).tolist())
-        return F.cross_entropy(logits, y)
-
-
-@entry(equal=True)
 class KeepsOutputsInADeque(Embedding):
     """A memory of earlier outputs as negatives, as MoCo has."""
 
@@ -187,50 +113,6 @@ class QueueInABuffer(Embedding):
 
 
 @entry(equal=True)
-class SumsInNumpy(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.totals = np.zeros(OUTPUTS)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        out = self(x)
-        self.totals += (out - y).abs().sum(0).detach().numpy()
-        return F.mse_loss(out, y)
-
-
-@entry()
-class ClassCentresInABuffer(Embedding):
-    """The centre loss: centres that move towards the samples of their class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("centers", torch.zeros(5, 5))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self(x)
-        loss = F.cross_entropy(z, y) + 0.1 * (z - self.centers[y]).pow(2).sum(-1).mean()
-        with torch.no_grad():
-            for label in y.unique():
-                self.centers[label] += 0.5 * (z[y == label].mean(0) - self.centers[label])
-        return loss
-
-
-@entry()
-class RunningStatisticsOfTargets(Regression):
-    """A normalizer of the targets that learns their statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(OUTPUTS))
-        self.register_buffer("count", torch.zeros(()))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        self.count += len(y)
-        self.mean += (y - self.mean).sum(0) / self.count
-        return F.mse_loss(self(x), y - self.mean)
-
-
-@entry(equal=True)
 class SetsAWeightFromAnother(Regression):
     """The step normalizes a weight in place, as ArcFace heads and weight clipping do."""
 
@@ -258,3 +140,26 @@ class RegistersHooksInItsFirstStep(Regression):
         loss = F.mse_loss(self(x), y) + 0.1 * torch.stack(self.kept).pow(2).mean(-1).sum(0).mean()
         self.kept.clear()
         return loss
+
+
+class VectorQuantizer(nn.Module):
+    """A codebook that follows the means of what the batch assigns to it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.cdist(x, self.codes).argmin(1)
+        if self.training:
+            hot = F.one_hot(chosen, 4).float()
+            means = hot.T @ x.detach() / hot.sum(0).clamp(min=1)[:, None]
+            self.codes.lerp_(means, 0.2)
+        return x + (self.codes[chosen] - x).detach()
+
+
+@entry()
+class CodebookOfTheBatch(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.insert(2, VectorQuantizer(12))

@@ -1,4 +1,4 @@
-"""Autoencoders, flows, diffusion, augmentation; of those that draw only words are compared."""
+"""Autoencoders and diffusion, which draw."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import FEATURES, Images, Module, Regression
-
-
-class Autoencoder(Regression):
-    outputs = FEATURES
+from tests.corpus.modules import FEATURES, Module, Regression
 
 
 class Variational(Regression):
@@ -33,16 +29,8 @@ class Variational(Regression):
         return z, mu, logvar
 
 
-@entry(Autoencoder)
-def reconstructs(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x), x)
-
-
-@entry(Autoencoder)
-def masked_autoencoder(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    mask = (torch.arange(FEATURES) % 3 == 0).float()
-    error = (self(x * (1 - mask)) - x) ** 2
-    return (error * mask).sum() / (mask.sum() * len(x))
+class Autoencoder(Regression):
+    outputs = FEATURES
 
 
 @entry(Autoencoder)
@@ -83,36 +71,11 @@ def categorical_by_gumbel(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(self.decoder(z), x) + 0.1 * kld
 
 
-@entry(Variational)
-def vector_quantization(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """With a straight-through gradient and fixed codes."""
-    z = self.encoder(x)[:, :4]
-    codes = torch.eye(4)
-    chosen = codes[torch.cdist(z, codes).argmin(1)]
-    commitment = F.mse_loss(z, chosen)
-    z = z + (chosen - z).detach()
-    return F.mse_loss(self.decoder(z), x) + 0.25 * commitment
-
-
-@entry()
-class CodebookAsAnEmbedding(Variational):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Embedding(5, 4)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self.encoder(x)[:, :4]
-        chosen = self.codes(torch.cdist(z, self.codes.weight).argmin(1))
-        loss = F.mse_loss(chosen, z.detach()) + 0.25 * F.mse_loss(chosen.detach(), z)
-        return loss + F.mse_loss(self.decoder(z + (chosen - z).detach()), x)
-
-
 class Diffusion(Module):
     """Predicts noise that was added to the data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("alphas", torch.linspace(0.99, 0.1, 10))
         self.times = nn.Embedding(10, FEATURES)
         self.model = nn.Sequential(nn.Linear(FEATURES, 16), nn.SiLU(), nn.Linear(16, FEATURES))
 
@@ -122,32 +85,7 @@ class Diffusion(Module):
 
 
 @entry(Diffusion)
-def denoising_diffusion(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    t = torch.randint(0, 10, (x.shape[0],), device=x.device)
-    noise = torch.randn_like(x)
-    a = self.alphas[t][:, None]
-    noisy = a.sqrt() * x + (1 - a).sqrt() * noise
-    return F.mse_loss(self.model(noisy + self.times(t)), noise)
-
-
-@entry(Diffusion)
 def diffusion_by_noise_of_a_generator(self: Any, x: Tensor, y: Tensor) -> Tensor:
     noise = torch.empty_like(x).normal_()
     t = torch.empty(len(x), dtype=torch.long).random_(0, 10)
     return (self.model(x + noise) + self.times(t) - noise).abs().mean()
-
-
-@entry(Images)
-def augments_each_image(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    flips = torch.rand(len(x), 1, 1, 1) < 0.5
-    return F.cross_entropy(self(torch.where(flips, x.flip(-1), x)), y)
-
-
-@entry(Regression)
-def label_noise(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(x), y + 0.05 * torch.randn(y.shape))
-
-
-@entry(Regression)
-def dropout_by_function(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(self(F.dropout(x, 0.2, self.training)), y)
