@@ -50,7 +50,6 @@ SLOW = (
     "compat/test_lockstep.py::test_a_rank_that_fails_alone",
     "compat/test_lockstep.py::test_ranks_of_mpiexec_save",
     "compat/test_lockstep.py::test_ranks_that_fail_together_save_the_whole_model[plugins1]",
-    "compat/test_logging.py::test_early_stopping_stops_at_the_same_epoch",
     "compat/test_logging.py::test_everything_logged_equals_one_process[11]",
     "compat/test_metrics.py::test_two_stages_by_two_replicas",
     "compat/test_metrics.py::test_unusual_metrics_on_two_stages_by_two_replicas",

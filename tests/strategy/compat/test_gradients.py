@@ -370,36 +370,3 @@ def test_stages_clip_and_scale_as_one_process_does() -> None:
             assert torch.equal(first, -gradients()[name])
             assert torch.equal(second, first)
             assert torch.equal(third, first - gradients()[name])
-
-
-class TestAssumptionsAboutPyTorchAndLightning:
-    def test_lightning_clips_by_these_methods(self) -> None:
-        calls = []
-
-        class Spy(Precision):
-            def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-                calls.append(clip_val)
-
-        train(Spy())
-        assert calls == [0.5] * 5
-
-    def test_the_scaler_initialises_and_unscales_by_these_methods(self) -> None:
-        calls = []
-
-        class Spy(torch.amp.GradScaler):
-            def _check_scale_growth_tracker(self, funcname: str) -> Any:
-                calls.append(funcname)
-                return super()._check_scale_growth_tracker(funcname)
-
-            def _unscale_grads_(self, *args: Any) -> Any:
-                calls.append("unscale")
-                return super()._unscale_grads_(*args)
-
-        scaler = Spy("cpu")
-        parameter = nn.Parameter(torch.ones(1))
-        optimizer = SGD([parameter], lr=1.0)
-        scaler.scale(parameter.sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        assert calls == ["unscale_", "unscale", "step", "update"]

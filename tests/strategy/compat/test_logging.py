@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import inspect
 import io
-import pickle
 import warnings
 from contextlib import redirect_stdout, suppress
 from types import SimpleNamespace
@@ -13,9 +11,7 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
-    _Metadata,
     _ResultCollection,
 )
 from torch import Tensor
@@ -132,16 +128,6 @@ def test_options_that_do_not_fit_are_an_error_of_the_users_line(
     strategy = AxoSparseStrategy(2, 4, pipeline="model", transport="loopback")
     with pytest.raises(TypeError, match="prog_bar"):
         trainer(strategy).fit(LogsWrongly(), loader(1, batches=1))
-
-
-def test_early_stopping_stops_at_the_same_epoch() -> None:
-    stops = []
-    for strategy in ("auto", loopback(3)):
-        stop = EarlyStopping("val_loss/dataloader_idx_0", patience=1, min_delta=0.005)
-        fit(LogsEverything(), strategy, [stop], max_epochs=20)
-        stops.append((stop.stopped_epoch, float(stop.best_score)))
-    assert 0 < stops[0][0] < 19
-    assert stops[1] == pytest.approx(stops[0], rel=1e-6)
 
 
 def test_the_loss_of_the_batch_replaces_those_of_micro_batches() -> None:
@@ -284,30 +270,6 @@ def test_refused(
 
     with pytest.raises(error, match=message):
         recorded_and_replayed()
-
-
-class TestAssumptionsAboutLightning:
-    def test_an_instance_attribute_goes_in_front_of_log(self) -> None:
-        module, seen = Listener(), []
-        object.__setattr__(module, "log", lambda **call: seen.append(call["name"]))
-        module.log_dict({"a": 1.0})
-        assert seen == ["a"]
-
-    def test_results_are_given_what_log_takes(self) -> None:
-        taken = set(inspect.signature(LightningModule.log).parameters) - {"self"}
-        given = set(inspect.signature(_ResultCollection.log).parameters) - {"self"}
-        assert given - taken == {"fx", "sync_dist_fn"}
-        assert taken <= given
-
-    @pytest.mark.parametrize("reduce_fx", ["avg", "mean", torch.mean])
-    def test_reductions_can_be_sent(self, reduce_fx: Any) -> None:
-        sent = pickle.loads(pickle.dumps(reduce_fx))
-        assert _Metadata("step", "name", reduce_fx=sent).reduce_fx is torch.mean
-
-    def test_forward_keeps_the_object_it_returns(self) -> None:
-        metric = MeanMetric()
-        value: Tensor = metric(torch.ones(2))
-        assert metric._forward_cache is value
 
 
 # What micro-batches print is printed once, as on one process.

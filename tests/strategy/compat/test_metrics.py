@@ -219,29 +219,3 @@ def test_unusual_metrics_on_two_stages_by_two_replicas() -> None:
         torch.testing.assert_close(values["accuracy again"], whole)
         torch.testing.assert_close(values["empty_on_replica_0"], torch.tensor([1.0, 2.0]))
         torch.testing.assert_close(values["stepwise"], None if rank % 2 else whole)
-
-
-class TestAssumptionsAboutTorchmetrics:
-    def test_copies_wrap_compute_by_the_instance(self) -> None:
-        metric = MeanMetric()
-        metric._wrap_compute = wrap_seven
-        assert copy.deepcopy(metric).compute() == 7
-
-    def test_call_goes_to_the_instance(self) -> None:
-        metric = MeanMetric()
-        metric.forward = lambda value: "mine"
-        assert metric(1.0) == "mine"
-
-    def test_the_instance_says_whether_and_how_to_synchronise(self) -> None:
-        metric = MeanMetric()
-        metric.distributed_available_fn = lambda: True
-        metric.dist_sync_fn = lambda tensor, group: [tensor, tensor + 2]
-        metric.update(2.0)
-        assert metric.compute() == (2 + 4) / (1 + 3)
-        metric._to_sync = False
-        metric._computed = None
-        assert metric.compute() == 2.0
-
-
-def wrap_seven(compute: Any) -> Any:
-    return lambda: 7

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
-    RandomSampler,
     Sampler,
     WeightedRandomSampler,
 )
@@ -164,26 +163,20 @@ def test_alone_nothing_is_compared_or_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-class TestAssumptionsAboutLightning:
-    def test_without_replicas_the_users_sampler_is_kept(self) -> None:
-        strategy = Remembers()
-        assert strategy.is_distributed is False
-        fit(Sees(), strategy)
-        assert type(strategy.loaders[0].sampler) is RandomSampler
+def test_workers_are_seeded_only_where_nobody_did() -> None:
+    seed_everything(3, workers=True, verbose=False)
+    strategy = Remembers()
+    fit(Sees(), strategy)
+    function = strategy.loaders[0].worker_init_fn
+    assert isinstance(function, partial)
+    assert function.func is pl_worker_init_function
+    assert function.keywords == {"rank": 3}
+    seed_everything(3, workers=False, verbose=False)
 
-    def test_workers_are_seeded_only_where_nobody_did(self) -> None:
-        seed_everything(3, workers=True, verbose=False)
-        strategy = Remembers()
-        fit(Sees(), strategy)
-        function = strategy.loaders[0].worker_init_fn
-        assert isinstance(function, partial)
-        assert function.func is pl_worker_init_function
-        assert function.keywords == {"rank": 3}
-        seed_everything(3, workers=False, verbose=False)
 
-    def test_without_seeded_workers_nothing_happens(self) -> None:
-        seed_everything(3, workers=False, verbose=False)
-        loader = loaders()["shuffle"]
-        assert process_dataloader(loader, 0) is loader
-        assert loader.worker_init_fn is None
-        assert process_dataloader([1, 2], 0) == [1, 2]
+def test_without_seeded_workers_nothing_happens() -> None:
+    seed_everything(3, workers=False, verbose=False)
+    loader = loaders()["shuffle"]
+    assert process_dataloader(loader, 0) is loader
+    assert loader.worker_init_fn is None
+    assert process_dataloader([1, 2], 0) == [1, 2]
