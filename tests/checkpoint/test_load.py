@@ -10,8 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -26,6 +24,7 @@ from lightning_axosparse import (
 )
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.sparse.store.scratch import scratch
+from tests.memory import Storages
 from tests.parity.cases import Net, Record, fit, loader, trainer
 from tests.ranks import run_ranks
 from tests.sparse.masking import apply_masks, sparse_and_dense
@@ -208,27 +207,6 @@ def test_tied_weights_are_in_a_checkpoint_once(saved: dict[str, Any]) -> None:
     assert list(state) == list(saved["model"].state_dict())
 
 
-class Counted(TorchDispatchMode):
-    """The most bytes that tensors made under it held at one time; views of ``file`` hold none."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__()
-        self.mapped = {leaf.untyped_storage()._cdata for leaf in leaves(file)}
-        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if type(leaf) is torch.Tensor and not leaf.is_meta:
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.mapped:
-                    self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.alive = {k: v for k, v in self.alive.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return result
-
-
 @pytest.mark.parametrize("form", ["weights", "sparse safetensors"])
 def test_the_dense_weights_are_never_there_together(tmp_path: Path, form: str) -> None:
     layers, width = 48, 128
@@ -245,9 +223,9 @@ def test_the_dense_weights_are_never_there_together(tmp_path: Path, form: str) -
     source: Any = torch.load(path, mmap=True) if form == "weights" else path
     ticket = Ticket(masks, 0.95)
     scratch.clear()  # what other tests needed
-    with Counted(source) as counted:
+    with Storages(leaves(source)) as storages:
         load_sparse(loaded, source, ticket)
-    assert counted.peak < 0.5 * layers * width * width * 4
+    assert storages.peak < 0.5 * layers * width * width * 4
     torch.testing.assert_close(loaded.state_dict(), dense.state_dict(), rtol=0, atol=0)
 
 

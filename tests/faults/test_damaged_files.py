@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-import resource
 import shutil
 import tracemalloc
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +30,7 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.safetensors import decode, decode_mask, encode
 from lightning_axosparse.support import archive
 from lightning_axosparse.support.files import stored_shape
+from tests.memory import limited
 from tests.parity.cases import Net, loader, trainer
 from tests.sparse.masking import apply_masks
 
@@ -179,24 +177,12 @@ def test_shapes_are_those_of_the_module_before_anything_is_made(
 
     path = tmp_path / "huge.safetensors"
     written_safetensors(path, HUGE, index)
-    with patch.object(safetensors, "_check"), few_bytes():
+    with patch.object(safetensors, "_check"), limited(1 << 30):
         state = safetensors.SafetensorsState(path)
         assert state.shapes == {"0.weight": torch.Size(HUGE)}
         alone = nn.Sequential(nn.Linear(16, 16, bias=False))
         with pytest.raises(ValueError, match=r"shape \(131072, 131072\) in the file, \(16, 16\)"):
             load_sparse(alone, path)
-
-
-@contextmanager
-def few_bytes() -> Iterator[None]:
-    """A GB more than now is not to be had."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 30), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @pytest.mark.parametrize(

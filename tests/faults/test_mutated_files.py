@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import re
-import resource
 import shutil
 import sys
 import tracemalloc
@@ -34,6 +33,7 @@ from lightning_axosparse.checkpoint.atomic_io import AtomicCheckpointIO
 from lightning_axosparse.checkpoint.folder import save_folder
 from lightning_axosparse.checkpoint.gather import StageTensors
 from lightning_axosparse.support.archive import DeferredTensor
+from tests.memory import limited
 from tests.sparse.masking import apply_masks
 
 SLACK = 1 << 16
@@ -194,15 +194,12 @@ import encodings.raw_unicode_escape  # noqa: E402, F401  (of text in pickles)
 def watched() -> Iterator[None]:
     """Notes in ``EVENTS`` what happens in the context, which gets few memory in one piece."""
     EVENTS.clear()
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + RESERVE, hard))
-    WATCHED[0] = True
-    try:
-        yield
-    finally:
-        WATCHED[0] = False
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    with limited(RESERVE):
+        WATCHED[0] = True
+        try:
+            yield
+        finally:
+            WATCHED[0] = False
 
 
 @contextmanager

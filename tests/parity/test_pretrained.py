@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_axosparse import AxoSparseStrategy
+from tests.memory import touched
 from tests.parity.cases import difference, recorded, trainer
 from tests.ranks import run_ranks
 
@@ -41,10 +42,13 @@ class Pretrained(L.LightningModule):
             with patch.object(torch.UntypedStorage, "from_file", from_file):
                 self.network = AutoModelForCausalLM.from_pretrained(self.folder)
             self.mapped = mapped
-            self.before = touched(self.folder)
+            self.before = touched(self.is_file)
+
+    def is_file(self, line: str) -> bool:
+        return line.endswith(".safetensors") and str(self.folder) in line
 
     def on_train_end(self) -> None:
-        self.after = touched(self.folder)
+        self.after = touched(self.is_file)
         self.kept = sum(p.nbytes for p in self.parameters() if not p.is_meta)
         del self.mapped
 
@@ -54,18 +58,6 @@ class Pretrained(L.LightningModule):
     def configure_optimizers(self) -> Any:
         # AdamW makes steps of gradients that are nothing but rounding.
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def touched(folder: Path) -> int:
-    """Bytes of the folder's files that this process has touched where they are mapped."""
-    found, is_inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key, *values = line.split()
-        if not key.endswith(":"):
-            is_inside = line.endswith(".safetensors") and str(folder) in line
-        elif is_inside and key == "Rss:":
-            found += 1024 * int(values[0])
-    return found
 
 
 def train(architecture: str, folder: Path, g_inter: int) -> dict[str, Any]:

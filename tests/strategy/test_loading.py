@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy
 from lightning_axosparse.checkpoint import atomic_io
+from tests.memory import touched
 from tests.parity.cases import trainer
 from tests.ranks import run_ranks
 
@@ -84,18 +85,6 @@ def resume(stages: int, watched: Watched) -> dict[str, Any]:
     }
 
 
-def bytes_read(file: Path) -> int:
-    """What this process has touched of the file's mappings that it has."""
-    found, is_file = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key, *values = line.split()
-        if not key.endswith(":"):
-            is_file = line.endswith(str(file))
-        elif is_file and key == "Rss:":
-            found += 1024 * int(values[0])
-    return found
-
-
 def load_from_checkpoint(stages: int, path: Path) -> dict[str, Any]:
     """Train a step with the weights of a file; what of it was read before, and after."""
     mappings: list[Any] = []
@@ -107,10 +96,11 @@ def load_from_checkpoint(stages: int, path: Path) -> dict[str, Any]:
     run = trainer(AxoSparseStrategy(stages, 2), stages, max_steps=1)
     with patch.object(torch.UntypedStorage, "from_file", kept), run.init_module(empty_init=True):
         module = Equal.load_from_checkpoint(path, strict=True)
-    before = bytes_read(path)
+    is_file = lambda line: line.endswith(str(path))  # noqa: E731
+    before = touched(is_file)
     run.fit(module, DataLoader(torch.ones(16, LARGE), 8))
     weights = {n: p.detach().clone() for n, p in module.named_parameters() if not p.is_meta}
-    return {"before": before, "read": bytes_read(path), "weights": weights}
+    return {"before": before, "read": touched(is_file), "weights": weights}
 
 
 def on_two(path: Path) -> dict[str, Any]:

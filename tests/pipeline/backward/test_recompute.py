@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,10 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_axosparse import AxoSparseStrategy, sparsify
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing, Segment
+from tests.memory import Storages
 from tests.parity.cases import Net, difference, fit, trainer
 from tests.pipeline.test_pipeline import pipeline, train
 
@@ -148,27 +145,6 @@ def test_a_run_is_the_same_to_the_bit(g_inter: int, precision: Any) -> None:
         L.seed_everything(0, verbose=False)
         records.append(fit(trainer(strategy, precision=precision, max_epochs=1), Net(outer=True)))
     assert difference(*records) == 0.0
-
-
-class Storages(TorchDispatchMode):
-    """Knows the storage of whatever an operator made, but for views of what was there before."""
-
-    def __init__(self, before: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.before = {tensor.untyped_storage()._cdata for tensor in before}
-        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self.before:
-                    self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def live_bytes(self) -> int:
-        return sum(size for storage, size in self.made.values() if not storage.expired())
 
 
 def bytes_kept(every: int | None) -> int:
