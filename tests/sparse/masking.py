@@ -12,6 +12,16 @@ from lightning_axosparse.sparse import sparsify
 from lightning_axosparse.sparse.backend import Compute
 
 
+class Tied(nn.Module):
+    """An embedding and a head that have one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.head = nn.Linear(8, 11)
+        self.head.weight = self.embedding.weight
+
+
 def random_masks(module: nn.Module, density: float = 0.3) -> dict[str, Tensor]:
     """Return a mask for each parameter with at least two dimensions."""
     return {

@@ -128,6 +128,15 @@ def generated(**others: Any) -> str:
     return gpt().generate(**{"prompt": "a", "n": 1, **others})
 
 
+PRUNING: dict[str, list[Any]] = {
+    "score": [None, True, 1, "lamp", "", []],
+    "floor": NO_FRACTION,
+    "which": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
+    "ticket": NO_TEXT,
+    "compute": NO_WORD,
+}
+"""Of what prunes weights."""
+
 INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] = [
     (
         AxoSparseStrategy,
@@ -166,11 +175,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "window": [None, 1, *NO_COUNT],
             "every": [None, *NO_WHEN],
             "draw_by": NO_WHEN,
-            "score": [None, True, 1, "lamp", "", []],
-            "floor": NO_FRACTION,
-            "which": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
-            "ticket": NO_TEXT,
-            "compute": NO_WORD,
+            **PRUNING,
         },
     ),
     (
@@ -181,11 +186,7 @@ INVALID: list[tuple[Callable[..., Any], type[Exception], dict[str, list[Any]]]] 
             "start": [None, "1 epoch", *NO_WHEN],
             "end": [None, "1 epoch", *NO_WHEN],
             "every": [None, "1 epoch", *NO_WHEN],
-            "score": [None, True, 1, "lamp", "", []],
-            "floor": NO_FRACTION,
-            "which": [True, 1, "head.*", ["head.*"], {"head": 1}, {"head": None}, {1: True}],
-            "ticket": NO_TEXT,
-            "compute": NO_WORD,
+            **PRUNING,
         },
     ),
     (

@@ -405,13 +405,8 @@ def test_an_attribute_as_large_as_attentions_is_sent_where_it_is_read(
     sent: list[Activation],
 ) -> None:
     model = network()
-    for layer in model:
-        layer.tell = lambda layer, x: setattr(layer, "seen", x[:, :, None] * x[:, None])
-
-    def reading(x: Tensor) -> Tensor:
-        return model(x).sum() + sum(layer.seen.sum() for layer in model)
-
-    batch, plain = torch.randn(6, WIDTH), lambda x: model(x).sum()
+    reading, batch = setting_maps(model), torch.randn(6, WIDTH)
+    plain = lambda x: model(x).sum()  # noqa: E731
     with staged(model) as pipe:
         train_as_learned(pipe, plain, batch, sent)
         assert {sizes(message) for message in sent} == {3 * WIDTH * 4}

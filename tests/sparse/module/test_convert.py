@@ -12,15 +12,7 @@ from lightning_axosparse.sparse import densify, sparsify
 from lightning_axosparse.sparse.module import convert
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.sparse.store.formats import FORMATS
-from tests.sparse.masking import apply_masks, random_masks
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.head = nn.Linear(8, 11)
-        self.head.weight = self.embedding.weight
+from tests.sparse.masking import Tied, apply_masks, random_masks
 
 
 @pytest.fixture
