@@ -189,38 +189,6 @@ def test_a_frozen_stack_stays_sparse_in_a_parametrization():
     assert type(sparse.experts) is type(dense.experts)
 
 
-def test_lora_beside_fused_experts():
-    """A frozen stack is multiplied with, and what an own layer adds to it is trained."""
-
-    class Tuned(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = mixtral("eager").requires_grad_(False)
-            self.a = nn.Parameter(torch.randn(EXPERTS, 2, WIDTH).double())
-            self.b = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2).double())
-
-        def forward(self, inputs):
-            added = torch.einsum("btc,erc,eor->bto", inputs, self.a, self.b)
-            return self.block(inputs + added)
-
-    masks = {f"block.{name}": mask for name, mask in masks_of(mixtral("eager")).items()}
-    sparse, dense = sparse_and_dense(Tuned(), masks)
-    for model in (sparse, dense):
-        model(batch(0)).square().mean().backward()
-    torch.testing.assert_close(sparse.a.grad, dense.a.grad, rtol=1e-12, atol=1e-12)
-    assert sparse.block.experts._parameters["down_proj"].grad is None
-
-
-def test_evaluation_makes_no_stack_dense(monkeypatch):
-    from lightning_axosparse.sparse.store.layout import Layout
-
-    sparse, dense = sparse_and_dense(mixtral("eager"), masks_of(mixtral("eager")))
-    monkeypatch.setattr(Layout, "densify", None)
-    with torch.inference_mode():
-        found = sparse.eval()(batch(0))
-    torch.testing.assert_close(found, dense(batch(0)), rtol=1e-12, atol=1e-12)
-
-
 def test_a_second_pruning_keeps_fewer():
     block, masks = mixtral("eager"), masks_of(mixtral("eager"))
     optimizer = OPTIMIZERS["AdamW"](block.parameters())

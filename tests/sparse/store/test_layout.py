@@ -128,14 +128,17 @@ def test_a_tensor_of_more_than_two_to_the_31_entries():
     assert torch.equal(torch.cat(found), positions)
 
 
-@every_format
-@settings(max_examples=40, deadline=None)
-@given(
+stacks = given(
     shape=st.tuples(st.integers(1, 6), st.integers(1, 70), st.sampled_from([64, 65, 256, 600])),
     ratio=st.sampled_from([0.0, 0.1, 1.0]),
     seed=st.integers(0, 2**31),
     data=st.data(),
 )
+
+
+@every_format
+@settings(max_examples=40, deadline=None)
+@stacks
 def test_a_part_is_the_layout_of_some_slices(index_format, shape, ratio, seed, data):
     mask = drawn_mask(shape, ratio, seed)
     whole = layout_of(mask, index_format)
@@ -156,12 +159,7 @@ def test_a_part_is_the_layout_of_some_slices(index_format, shape, ratio, seed, d
 
 @every_format
 @settings(max_examples=40, deadline=None)
-@given(
-    shape=st.tuples(st.integers(1, 6), st.integers(1, 70), st.sampled_from([64, 65, 256, 600])),
-    ratio=st.sampled_from([0.0, 0.1, 1.0]),
-    seed=st.integers(0, 2**31),
-    data=st.data(),
-)
+@stacks
 def test_slices_are_joined_in_any_order(index_format, shape, ratio, seed, data):
     mask = drawn_mask(shape, ratio, seed)
     numbers = data.draw(st.lists(st.integers(0, len(mask) - 1), min_size=1, max_size=8))
