@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import LBFGS, AdamW
 
 from lightning_axosparse import AxoSparseStrategy
+from lightning_axosparse.pipeline.shard.partition import Partition
+from lightning_axosparse.strategy import validation
 from lightning_axosparse.strategy.validation import (
     validate_callbacks,
     validate_copied_whole,
@@ -64,6 +66,15 @@ def test_averages_of_a_module_that_is_left_sharded() -> None:
     validate_copied_whole([EarlyStopping("loss")])
     with pytest.raises(MisconfigurationException, match="EMAWeightAveraging copies the module"):
         validate_copied_whole([EMAWeightAveraging()])
+
+
+def test_norms_of_each_sample_are_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(validation, "rank_zero_info", said.append)
+    for layer, number in ((nn.InstanceNorm1d(4), 0), (nn.LayerNorm(4), 0), (nn.BatchNorm1d(4), 1)):
+        partition = Partition(["a", "b"], [layer, layer], [range(1), range(1, 2)], [1, 1])
+        validation.advise_on_norms(partition, 4, trains=True)
+        assert len(said) == number
 
 
 def test_optimizers() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.corpus.harness import entry
@@ -50,29 +50,6 @@ class FollowsAnExtremeLater(Regression):
         if is_later(self):
             self.largest = torch.maximum(self.largest, (z - y).detach().abs().max())
         return F.mse_loss(z, y)
-
-
-class CenteredLater(nn.Module):
-    """Uses the mean of the samples from some step on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.passes = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0) if self.passes else x
-
-
-@entry(trainer=EPOCHS)
-class LayersCompareSamplesFromEpochOne(Regression):
-    """Nothing but a comparison of layers could see it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model.insert(2, CenteredLater())
-
-    def on_train_epoch_start(self) -> None:
-        self.model[2].passes = self.current_epoch
 
 
 @entry(Tagger)

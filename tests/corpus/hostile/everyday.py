@@ -17,35 +17,6 @@ from tests.corpus.harness import entry
 from tests.corpus.modules import Classification, Embedding, Regression, Scalar, Tagger
 
 
-def two_loaders(first: int, second: int, mode: str = "min_size") -> Any:
-    def make(seed: int) -> Any:
-        data = Regression.dataset(seed), Regression.dataset(seed + 10)
-        sizes = first, second
-        loaders = {
-            name: DataLoader(one, batch_size=size)
-            for name, one, size in zip("ab", data, sizes, strict=True)
-        }
-        return CombinedLoader(loaders, mode)
-
-    return make
-
-
-@entry(Regression, loaders=two_loaders(8, 6))
-def two_loaders_of_other_sizes(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    (x, y), (other, _) = batch["a"], batch["b"]
-    return F.mse_loss(self(x), y) + 0.1 * other.pow(2).mean()
-
-
-@entry(Regression, loaders=two_loaders(8, 8), equal=True)
-def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tensor:
-    """Domain adaptation."""
-    (x, y), (other, _) = batch["a"], batch["b"]
-    out = self(torch.cat([x, other]))
-    source, target = out.split([len(x), len(other)])
-    gap = (source.mean(0) - target.mean(0)).pow(2).sum()
-    return F.mse_loss(source, y) + gap
-
-
 @entry(equal=True)
 class AnnealsAHyperparameter(Regression):
     def __init__(self, beta: float = 0.1) -> None:
@@ -106,17 +77,6 @@ def predicts_before_it_trains(self: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(self(x + 0.1), guess)
 
 
-@entry(equal=True)
-class NoiseOfItsOwnGenerator(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        noise = torch.randn(x.shape, generator=self.generator)
-        return F.mse_loss(self(x + 0.1 * noise), y)
-
-
 @entry()
 class NumpyGeneratorOfItsOwn(Regression):
     def __init__(self) -> None:
@@ -125,20 +85,6 @@ class NumpyGeneratorOfItsOwn(Regression):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self(x), y) * float(self.random.uniform(0.5, 1))
-
-
-@entry()
-class ManualOptimization(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        loss = self.loss(*batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
 
 
 @entry(equal=True)
@@ -234,3 +180,49 @@ class PredictsProbabilities(Classification):
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self(batch[0])
         return {"class": logits.argmax(-1), "probability": logits.softmax(-1)}
+
+
+@entry(Regression)
+def skips_bad_batches(self: Any, batch: Any, batch_idx: int) -> Any:
+    x, y = batch
+    loss = F.mse_loss(self(x), y)
+    return None if loss.item() > 3.2 else loss
+
+
+@entry(equal=True)
+class NoiseOfItsOwnGenerator(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.generator)
+        return F.mse_loss(self(x + 0.1 * noise), y)
+
+
+@entry(Regression, equal=True)
+def standardizes_the_input(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    x = (x - x.mean(0)) / x.std(0)
+    return F.mse_loss(self(x), y)
+
+
+@entry(Scalar, equal=True)
+def logs_the_number_of_samples(self: Any, x: Tensor, y: Tensor) -> Tensor:
+    self.log("samples", torch.tensor(float(len(x))))
+    return F.mse_loss(self(x), y)
+
+
+def two_loaders(seed: int) -> CombinedLoader:
+    data = Regression.dataset(seed), Regression.dataset(seed + 10)
+    loaders = {name: DataLoader(one, batch_size=8) for name, one in zip("ab", data, strict=True)}
+    return CombinedLoader(loaders, "min_size")
+
+
+@entry(Regression, loaders=two_loaders, equal=True)
+def two_loaders_aligned_by_means(self: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Domain adaptation."""
+    (x, y), (other, _) = batch["a"], batch["b"]
+    out = self(torch.cat([x, other]))
+    source, target = out.split([len(x), len(other)])
+    gap = (source.mean(0) - target.mean(0)).pow(2).sum()
+    return F.mse_loss(source, y) + gap

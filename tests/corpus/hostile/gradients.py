@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.corpus.harness import entry
-from tests.corpus.modules import Classification, Regression, Scalar
+from tests.corpus.modules import Classification, Regression
 
 
 @entry(equal=True)
@@ -60,15 +60,6 @@ class BackwardHookOfALayer(Regression):
         self.model[3].register_full_backward_hook(
             lambda module, given, out: (given[0] / (given[0].norm() + 1e-6),)
         )
-
-
-@entry(Scalar)
-def gradient_penalty(self: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Of the output by the input, across stages."""
-    x = x.requires_grad_()
-    out = self(x)
-    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.mse_loss(out, y) + 0.1 * (gradient.norm(dim=1) - 1).pow(2).mean()
 
 
 @entry(Classification)

@@ -127,23 +127,6 @@ class ScalesGradientsByFrequency(Module):
 
 
 @entry(equal=True)
-class ReadsMetricsInHooks(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batches, self.largest = SumMetric(), CatMetric()
-        self.read: list[float] = []
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self(x)
-        self.batches.update(1.0)
-        self.largest.update(z.detach().max())
-        return F.mse_loss(z, y)
-
-    def on_train_epoch_end(self) -> None:
-        self.read += [float(self.batches.compute()), float(self.largest.compute().sum())]
-
-
-@entry(equal=True)
 class ComputesAMetricTwice(Regression):
     """A second time where one rank has the value, and others would synchronise alone."""
 

@@ -6,6 +6,7 @@ import copy
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,25 +94,6 @@ class KeepsOutputsInADeque(Embedding):
         return loss
 
 
-@entry()
-class QueueInABuffer(Embedding):
-    """MoCo's queue with its pointer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", F.normalize(torch.randn(16, 5), dim=1))
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        z = self(x)
-        loss = F.cross_entropy(z, y) + (z @ self.queue.clone().T).logsumexp(1).mean()
-        start = int(self.pointer)
-        with torch.no_grad():
-            self.queue[start : start + len(z)] = F.normalize(z.detach(), dim=1)
-            self.pointer[0] = (start + len(z)) % 16
-        return loss
-
-
 @entry(equal=True)
 class SetsAWeightFromAnother(Regression):
     """The step normalizes a weight in place, as ArcFace heads and weight clipping do."""
@@ -163,3 +145,22 @@ class CodebookOfTheBatch(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.model.insert(2, VectorQuantizer(12))
+
+
+@entry(equal=True)
+class SpectralNormOfOld(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model[0] = torch.nn.utils.spectral_norm(self.model[0])
+
+
+@entry(equal=True)
+class SumsInNumpy(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = np.zeros(OUTPUTS)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        out = self(x)
+        self.totals += (out - y).abs().sum(0).detach().numpy()
+        return F.mse_loss(out, y)
