@@ -19,7 +19,6 @@ import pkgutil
 import re
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -176,16 +175,6 @@ def entries(*packages: str) -> dict[str, Entry]:
             importlib.import_module(module.name)
             found.add(module.name)
     return {name: one for name, one in _entries.items() if one.make.__module__ in found}
-
-
-def sampled(which: Mapping[str, Entry]) -> list[Any]:
-    """The names of entries as parameters; `make test-slow` runs all but every third of a cause."""
-    seen: Counter[str] = Counter()
-    names = []
-    for name, one in which.items():
-        names.append(pytest.param(name, marks=[pytest.mark.slow] * bool(seen[one.cause] % 3)))
-        seen[one.cause] += 1
-    return names
 
 
 class _Recorder(Callback):
