@@ -101,6 +101,7 @@ class PipelinedLayers:
         module: nn.Module | None = None,
     ) -> None:
         self.names, self.layers, self.parts = list(names), list(layers), list(parts)
+        self._parts_and_end = [*self.parts, range(len(self.layers), len(self.layers))]
         self.remember: Callable[[nn.Module], Callable[[], AbstractContextManager[None]]]
         self.remember = lambda layer: nullcontext
         self._checkpointing = checkpointing
@@ -110,6 +111,7 @@ class PipelinedLayers:
         self._computed: str | None = None
         """The name of the layer that is being computed."""
         self._watched: list[WatchedLayer] = []
+        self._modules: list[nn.Module] = []
         self._present: set[int] = set()
         self._undo = ExitStack()
 
@@ -120,8 +122,7 @@ class PipelinedLayers:
 
     def part(self, stage: int) -> range:
         """Return the indices of a stage's layers; empty for the end of the step."""
-        count = len(self.layers)
-        return self.parts[stage] if stage < len(self.parts) else range(count, count)
+        return self._parts_and_end[stage]
 
     def install(self, stages: Sequence[int]) -> None:
         """Replace the ``forward`` of all layers, and check backward passes that steps run.
@@ -131,10 +132,9 @@ class PipelinedLayers:
         """
         self._undo.enter_context(backward_passes_by(self._run_backward))
         self._undo.enter_context(without_reentrant_checkpoints())
-        self._watched = list(map(WatchedLayer, self.names, self.layers))
         self._present = {layer for stage in stages for layer in self.parts[stage]}
-        buffers = dict(self._module.named_buffers())
-        self._buffers = {id(buffer): name for name, buffer in buffers.items()}
+        self.record_modules()
+        self._watch()
         places: dict[nn.Module, list[int]] = {}
         for index, layer in enumerate(self.layers):
             places.setdefault(layer, []).append(index)
@@ -145,6 +145,24 @@ class PipelinedLayers:
             # In evaluation it gives its layers nested tensors, which cannot be sent or joined.
             if isinstance(part, nn.TransformerEncoder) and part not in within:
                 self._undo.enter_context(patched(part, "use_nested_tensor", False))
+
+    def record_modules(self) -> None:
+        """Record the modules inside the layers: hooks on all ranks may change them from now on."""
+        self._modules = [part for layer in self.layers for part in layer.modules()]
+
+    def follow_changes(self) -> bool:
+        """Watch the modules that layers have now; return whether hooks have changed them."""
+        before = self._modules
+        self.record_modules()
+        if self._modules == before:
+            return False
+        self._watch()
+        return True
+
+    def _watch(self) -> None:
+        self._watched = list(map(WatchedLayer, self.names, self.layers))
+        buffers = dict(self._module.named_buffers())
+        self._buffers = {id(buffer): name for name, buffer in buffers.items()}
 
     def uninstall(self) -> None:
         """Undo :meth:`install`."""
@@ -162,7 +180,7 @@ class PipelinedLayers:
             modes: modes that observe the step, but not the layers.
             written: paths of the tensors outside the layers to which ``modes`` see writes.
         """
-        part, run.progress.stage = self.part(run.stage), run.stage
+        part, run.progress.stage = self._parts_and_end[run.stage], run.stage
         # The end of the step changes the module's own tensors.
         changes = ({}, ()) if run.sent is None else (self._buffers, written)
         values = DerivedValues(run, part, *changes, self.names)

@@ -125,7 +125,10 @@ def mask_distance(
     """
     counts = torch.zeros(3, dtype=torch.int64)
     for name in one.keys() & set(counted):
-        a, b = one[name], other[name]
+        a = one[name]
+        b = other.get(name)
+        if b is None or b.shape != a.shape:  # A hook has added or resized the weight.
+            b = ~a
         counts += torch.tensor([int((a ^ b).sum()), int(a.sum() + b.sum()), a.numel()])
     differing, unpruned, entries = all_sum(counts, group).tolist()
     scale = entries if distance == "hamming" else unpruned * (1 - unpruned / max(1, 2 * entries))

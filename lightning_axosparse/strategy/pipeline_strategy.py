@@ -278,6 +278,7 @@ class PipelineStrategy(MPIStrategy):
         run = self._state.run
         if run.regrid is None or batch_idx > 0:
             return
+        run.follow_changes()
         regridded = run.regrid.begin_epoch(self._module.trainer.current_epoch, self.optimizers)
         if regridded is not None:
             self.regridded, self._groups = regridded, run.stage_module.groups
@@ -327,6 +328,8 @@ class PipelineStrategy(MPIStrategy):
         """Step the optimizer, and time the step without the closure."""
         if not isinstance(self._state, Running):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        if optimizer not in self._state.optimizers:  # A hook has put it in the place of another.
+            self._state.follow_changes()
         stage_module, closed = self._state.stage_module, now()
 
         def timed_closure() -> Any:

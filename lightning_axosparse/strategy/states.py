@@ -95,6 +95,7 @@ class Running:
 
     Attributes:
         stage_module: the part of the module on this rank.
+        optimizers: the optimizers that are followed.
         runner: runs the module's steps.
         regrid: changes to shorter pipelines; None without ``regrid``.
         shards: this replica's part of the optimizer's state; None if the state is not sharded.
@@ -109,9 +110,10 @@ class Running:
         optimizers: Sequence[Optimizer],
         undo: ExitStack,
     ) -> None:
-        self.stage_module, self._optimizers = stage_module, optimizers
+        self.stage_module, self.optimizers = stage_module, optimizers
         trainer, precision = stage_module.module.trainer, strategy.precision_plugin
         self.shards: OptimizerShards | None = None
+        self._stepped: BucketwiseOptimizer | None = None
         move_optimizers(optimizers, stage_module.device)
         if config.shard_optimizer and optimizers:
             self.shards = self._shard_optimizer(optimizers[0], trainer, undo)
@@ -146,9 +148,16 @@ class Running:
         shards = OptimizerShards(optimizer, shared.replicas_of)
         if not (gradients_are_seen(trainer) or clearing_is_seen(trainer)):
             shared.divide(shards.part)
-        stepped = BucketwiseOptimizer(optimizer, shards, shared.wait_for, stepping.BUCKET)
-        undo.callback(stepped.remove)
+        self._stepped = BucketwiseOptimizer(optimizer, shards, shared.wait_for, stepping.BUCKET)
+        undo.callback(self._stepped.remove)
         return shards
+
+    def follow_changes(self) -> None:
+        """Follow what hooks have changed of the module and its optimizers; alike on all ranks."""
+        self.stage_module.follow_changes()
+        self.optimizers = self.stage_module.module.trainer.optimizers
+        if self._stepped is not None:
+            self._stepped.follow(self.optimizers[0])
 
     def _adapt_trainer(self, trainer: pl.Trainer, undo: ExitStack) -> None:
         """Adapt the Trainer and its callbacks to ranks that have a part of the module."""
@@ -165,7 +174,9 @@ class Running:
         if grid.rank != grid.first_rank(grid.g_inter - 1):
             undo.enter_context(without_writing(trainer))
         if stage_module.groups.inter is not None:
-            norms = GradientNorms(trainer, stage_module.remote_gradients)
+            norms = GradientNorms(
+                trainer, stage_module.remote_gradients, stage_module.follow_changes
+            )
             undo.enter_context(norms.added_to(trainer))
 
     def unsharded_state(
@@ -189,7 +200,7 @@ class Running:
             return
         named = dict(self.stage_module.module.named_parameters(remove_duplicate=False))
         for name, mask in masks.items():
-            with self.unsharded_state([named[name]]), parts.gathered([name], self._optimizers):
+            with self.unsharded_state([named[name]]), parts.gathered([name], self.optimizers):
                 yield {name: mask}
 
     def unshard_state(self) -> None:

@@ -48,10 +48,13 @@ class Changing(Net):
         if self.current_epoch == 1:
             self.change()
             self.double()
-            self.trainer.optimizers = [self.configure_optimizers()]
+            self.change_optimizers()
 
     def change(self) -> None:
         raise NotImplementedError
+
+    def change_optimizers(self) -> None:
+        self.trainer.optimizers = [self.configure_optimizers()]
 
 
 class Replaces(Changing):
@@ -110,7 +113,54 @@ class Resets(Changing):
             self.model[place].calls = torch.zeros(())
 
 
-MODULES = [Replaces, Removes, Parametrizes, Resets]
+class LeavesToTheOptimizer(Removes):
+    """The optimizer still has the parameters that the module no longer has."""
+
+    def change_optimizers(self) -> None:
+        pass
+
+
+class Adapter(nn.Module):
+    """Adds to what a layer computes, counts its calls, and leaves a penalty for the step."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.added, self.calls = base, nn.Linear(24, 24), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.added(x)
+        self.penalty, self.calls = added.square().mean(-1), self.calls + 1
+        return self.base(x) + added
+
+
+class Adapts(Changing):
+    """Modules inside the layers of each stage are others than those that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in (2, 4):
+            self.model[place] = nn.Sequential(self.model[place])
+
+    def change(self) -> None:
+        for place in (2, 4):
+            self.model[place][0] = Adapter(self.model[place][0])
+
+    def change_optimizers(self) -> None:
+        added = [p for name, p in self.named_parameters() if ".added." in name]
+        self.trainer.optimizers[0].add_param_group({"params": added, "lr": 2e-2})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        adapters = [part for part in self.modules() if isinstance(part, Adapter)]
+        penalty = sum(part.penalty.mean() for part in adapters)
+        return loss + penalty
+
+    def on_train_end(self) -> None:
+        counts = [part.calls for part in self.modules() if isinstance(part, Adapter) and part.calls]
+        assert set(counts) == {2 * len(self.trainer.train_dataloader)}
+
+
+MODULES = [Replaces, Removes, LeavesToTheOptimizer, Parametrizes, Resets, Adapts]
 
 
 def train(make: type[Changing], strategy: Any, ranks: int, file: Path | None = None) -> Record:
@@ -129,7 +179,9 @@ def on_ranks(folder: Path) -> dict[str, Any]:
     found = {}
     for make in MODULES:
         for g_inter in (1, 2):
-            strategy = AxoSparseStrategy(g_inter, make.microbatches, pipeline="model")
+            strategy = AxoSparseStrategy(
+                g_inter, make.microbatches, pipeline="model", shard_optimizer=g_inter == 1
+            )
             path = folder / f"{make.__name__}-{g_inter}.ckpt"
             found[make.__name__, g_inter] = train(make, strategy, 2, path)
     return found

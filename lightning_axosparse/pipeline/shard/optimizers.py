@@ -64,7 +64,7 @@ class OptimizerShards:
     def __init__(
         self, optimizer: Optimizer, replicas: Callable[[Tensor], dist.ProcessGroup | None]
     ) -> None:
-        self._optimizer, self._replicas = optimizer, replicas
+        self.optimizer, self._replicas = optimizer, replicas
 
     def part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """Return the elements of a parameter, its gradient or its state that this replica steps.
@@ -165,7 +165,7 @@ class OptimizerShards:
     def drop(self) -> None:
         """Drop the state."""
         _drop_divided(self.local_parameters())
-        self._optimizer.state.clear()
+        self.optimizer.state.clear()
 
     def gather_state(self, parameter: Tensor, state: Mapping[str, Any]) -> State:
         """Return the whole state of a parameter from its parts; collective over the replicas."""
@@ -183,7 +183,7 @@ class OptimizerShards:
 
     def shard_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict of the optimizer with only this replica's part of the state."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {
             **state,
             "state": {
@@ -195,12 +195,12 @@ class OptimizerShards:
     def _states(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[nn.Parameter, State]]:
         """Yield the parameters that have state, with their state."""
         for parameter in parameters:
-            if parameter in self._optimizer.state:
-                yield parameter, self._optimizer.state[parameter]
+            if parameter in self.optimizer.state:
+                yield parameter, self.optimizer.state[parameter]
 
     def local_parameters(self) -> list[nn.Parameter]:
         """Return the optimizer's parameters that this rank stores."""
-        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         return [each for each in parameters if not isinstance(each, RemoteTensor)]
 
 
@@ -237,9 +237,20 @@ class BucketwiseOptimizer:
         await_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda _: None,
         bucket: int = BUCKET,
     ) -> None:
-        self._optimizer, self._shards = optimizer, shards
+        self._shards = shards
         self._await, self._bucket = await_gradients, bucket
         self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._attach(optimizer)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Step an optimizer that a hook has put in the place of the last one."""
+        if optimizer is not self._optimizer:
+            self.remove()
+            self._shards.optimizer = optimizer
+            self._attach(optimizer)
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        self._optimizer, shards = optimizer, self._shards
         if optimizer.state:  # Adagrad's constructor creates it.
             optimizer.load_state_dict(shards.shard_state_dict(optimizer.state_dict()))
         self._hooks = [

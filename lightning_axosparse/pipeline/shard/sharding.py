@@ -281,7 +281,10 @@ class RemoteGradients:
         self.forget_norms()
         # Every step runs this, and attributes of a `RemoteTensor` take fifty times as long.
         with plain_torch_functions():
-            for parameter, gradient in self._gradients.values():
+            for name, (parameter, gradient) in self._gradients.items():
+                if gradient.dtype != parameter.dtype:  # A hook has converted the parameter.
+                    gradient = parameter.without_norms()
+                    self._gradients[name] = parameter, gradient
                 parameter.grad = gradient if parameter.requires_grad else None
 
     def measure(self) -> None:

@@ -127,18 +127,25 @@ def _user_callbacks(trainer: pl.Trainer) -> list[Callback]:
 class GradientNorms(RankLocalCallback):
     """Measures the gradient norms of all stages for hooks; collective if a hook may read them."""
 
-    def __init__(self, trainer: pl.Trainer, gradients: RemoteGradients) -> None:
-        self._gradients = gradients
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        gradients: RemoteGradients,
+        follow_changes: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._gradients, self._follow_changes = gradients, follow_changes
         self._after_backward, self._before_step = _hooks_that_read(trainer)
 
     def on_after_backward(self, *_: Any) -> None:
         """Measure the norms that hooks of this name may read."""
         if self._after_backward:
+            self._follow_changes()
             self._gradients.measure()
 
     def on_before_optimizer_step(self, *_: Any) -> None:
         """Measure the norms that hooks of this name, and the module's own clipping, may read."""
         if self._before_step:
+            self._follow_changes()
             self._gradients.measure()
 
 

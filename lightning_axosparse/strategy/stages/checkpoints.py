@@ -127,10 +127,8 @@ class StageCheckpoints:
         If replicas divide the state of a parameter, the first one gets all of it.
         """
         stage_module, shards = self._stage_module, self._shards
-        local, parts = (
-            stage_module.sharding.local_parameters(),
-            stage_module.weight_parts.parameters,
-        )
+        local = stage_module.stepped_parameters(optimizer)
+        parts = stage_module.weight_parts.parameters
         states = {name: optimizer.state.get(parameter, {}) for name, parameter in local.items()}
         joined = {}
         for name in (each for each in local if each in parts):
@@ -210,7 +208,7 @@ class StageCheckpoints:
         sparse = sparse_parameters(stage_module.module)
         groups = stage_module.group_names(optimizer)
         state = {**state, "state": stage_module.weight_parts.local_states(state["state"], groups)}
-        parameters = stage_module.sharding.local_parameters()
+        parameters = stage_module.stepped_parameters(optimizer)
         local = local_optimizer_state(state, groups, parameters, sparse)
         if self._shards is not None:
             local = self._shards.shard_state_dict(local)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,7 +20,11 @@ from lightning_axosparse.distributed.process_groups import ProcessGroups
 from lightning_axosparse.pipeline.backward.recompute import ActivationCheckpointing
 from lightning_axosparse.pipeline.crossing.message import ChannelLink, Link, LoopbackLink
 from lightning_axosparse.pipeline.shard.partition import Partition
-from lightning_axosparse.pipeline.shard.remote_tensor import LocalSteps, updating_param_groups
+from lightning_axosparse.pipeline.shard.remote_tensor import (
+    LocalSteps,
+    RemoteTensor,
+    updating_param_groups,
+)
 from lightning_axosparse.pipeline.shard.sharded_module import (
     gather_tensors,
     is_left_sharded,
@@ -94,7 +99,7 @@ class StageModule:
         self._followed: list[nn.Parameter | Optimizer] = []
         """The parameters that are sharded and reduced, and the optimizers that step them."""
         self._attached = ExitStack()
-        self._limited = ExitStack()
+        self._limited: dict[Optimizer, LocalSteps] = {}
         self.shared = SharedParameters(self.sharding, self.weight_parts, groups)
         self.layers = self._pipelined_layers(partition)
         self.remote_gradients = RemoteGradients(self.sharding, lambda: self.groups.inter)
@@ -149,7 +154,10 @@ class StageModule:
 
     def follow_changes(self) -> None:
         """Shard and reduce what hooks have added or replaced; alike on all ranks."""
-        optimizers = self.module.trainer.optimizers
+        trainer = self.module.trainer
+        # Those of an earlier fit may belong to another module.
+        fits = trainer.state.fn == TrainerFn.FITTING
+        optimizers = trainer.optimizers if fits else self._optimizers
         now = [*self.module.parameters(), *optimizers]
         if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
@@ -328,7 +336,20 @@ class StageModule:
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         """Return the names of the parameters of all stages in each group of an optimizer."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names |= {parameter: name for name, parameter in self._former(optimizer).items()}
         return [[names[p] for p in group["params"]] for group in optimizer.param_groups]
+
+    def stepped_parameters(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """Return this rank's parameters, and those that only the optimizer still has, by name."""
+        former = self._former(optimizer).items()
+        left = {name: each for name, each in former if not isinstance(each, RemoteTensor)}
+        return {**self.sharding.local_parameters(), **left}
+
+    def _former(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+        """Return the parameters that hooks have removed from the module, named by their places."""
+        present = set(self.module.parameters())
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return {f"optimizer[{n}]": each for n, each in enumerate(parameters) if each not in present}
 
     def _attach(self) -> None:
         """Let the layers compute as stages, and reduce the gradients."""
@@ -341,17 +362,26 @@ class StageModule:
             undo.callback(setattr, module, "example_input_array", module.example_input_array)
             module.example_input_array = None
         self._limit_steps()
-        undo.callback(self._limited.close)
+        undo.callback(self._unlimit_steps)
         self.shared.attach()
         undo.callback(self.shared.detach)
         self._followed = [*module.parameters(), *self._optimizers]
 
     def _limit_steps(self) -> None:
         """Let the optimizers step only this rank's parameters."""
-        self._limited.close()
-        if not self.has_all_stages:
-            for optimizer in self._optimizers:
-                self._limited.callback(LocalSteps(optimizer).remove)
+        if self.has_all_stages:
+            return
+        # One that steps now keeps its hooks, among which this may be called.
+        for optimizer in self._limited.keys() - set(self._optimizers):
+            self._limited.pop(optimizer).remove()
+        for optimizer in self._optimizers:
+            if optimizer not in self._limited:
+                self._limited[optimizer] = LocalSteps(optimizer)
+
+    def _unlimit_steps(self) -> None:
+        for limited in self._limited.values():
+            limited.remove()
+        self._limited = {}
 
     def _detach(self) -> None:
         """Undo :meth:`_attach`."""

@@ -28,7 +28,6 @@ from lightning_axosparse.strategy.compat.internals import callbacks_of
 from lightning_axosparse.strategy.compat.metrics import PipelinedMetrics
 from lightning_axosparse.strategy.stages.stage_module import StageModule
 from lightning_axosparse.strategy.step.effects import StepEffects
-from lightning_axosparse.support.patched import patched
 
 
 class OpenPipeline:
@@ -78,14 +77,27 @@ class OpenPipeline:
                 stage_module.runs_last_stage,
                 stage_module.layers.refuse_inside,
             )
-            self.effects = StepEffects(
-                module, stage_module.layers, self.metrics, groups.inter is not None
-            )
             undo.callback(self.metrics.detach)
             self.metrics.attach()
-            self.layer_state = LayerState(module)
-            undo.enter_context(patched(stage_module.layers, "remember", self.layer_state.remember))
+            remember = stage_module.layers.remember
+            undo.callback(setattr, stage_module.layers, "remember", remember)
+            self._watch()
             self._undo = undo.pop_all()
+
+    def follow_changes(self) -> bool:
+        """Watch the modules inside layers; return whether hooks have changed them."""
+        if not self.stage_module.layers.follow_changes():
+            return False
+        self._watch()
+        return True
+
+    def _watch(self) -> None:
+        stage_module = self.stage_module
+        module, layers = stage_module.module, stage_module.layers
+        has_stages = stage_module.groups.inter is not None
+        self.effects = StepEffects(module, layers, self.metrics, has_stages)
+        self.layer_state = LayerState(module)
+        layers.remember = self.layer_state.remember
 
     def close(self) -> None:
         """Undo the changes to the module; metrics keep the states of the last stage."""

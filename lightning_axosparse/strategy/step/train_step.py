@@ -223,6 +223,9 @@ class StepRunner:
             The output of the step; on ranks without the last stage its loss, except in prediction.
         """
         run, stage_module = self._open, self._open.stage_module
+        stage_module.follow_changes()
+        if run.follow_changes():
+            self._known.clear()
         with this_rank().step(*position(self._trainer)):
             origin = source(self._trainer, args)
             reduction = self.reduction if self._trainer.training else None
@@ -254,12 +257,13 @@ class StepRunner:
                 while result.rerun is not None:
                     step = self._learner.run_again(run, known, step, result.rerun)
                     result = pass_through(known, step)
-                return self._applied(result, share)
+                output = self._applied(result, share)
+        stage_module.layers.record_modules()  # Those of a step differ between stages.
+        return output
 
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:
         """Train on a batch; return the results of the step, on all ranks of the replica."""
         run, stage_module = self._open, self._open.stage_module
-        stage_module.follow_changes()
         parameters = stage_module.sharding.local_parameters().values()
         hooks = GradientHooks(parameters)
         gradients = BatchGradients(
