@@ -11,13 +11,11 @@ from benchmarks.perplexity.results import Results
 from benchmarks.perplexity.table import Comparison, settled
 from benchmarks.perplexity.tasks import (
     ENGLISH,
-    LARGE,
     LARGER,
     LIBRARY,
     LONG,
     MAIN,
     REPEATED,
-    SCARCE,
     SMALL,
     WIKI,
     Task,
@@ -416,32 +414,6 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
             "validation",
         ),
     ),
-    "scarce": (
-        Comparison(
-            "Forty epochs of very little text, by rate, dropout and weight decay",
-            of(
-                SCARCE,
-                *(
-                    Arm(rate=rate, dropout=dropout)
-                    for rate in (2e-3, 3e-3, 6e-3)
-                    for dropout in (0.1, 0.2, 0.3)
-                ),
-                *(
-                    replace(GRADUAL, ratio=ratio, rate=rate, dropout=dropout)
-                    for ratio in (0.5, 0.8)
-                    for rate in (3e-3, 6e-3)
-                    for dropout in (0.1, 0.2, 0.3)
-                ),
-                *(
-                    Arm(rate=rate, dropout=dropout, weight_decay=decay)
-                    for rate, dropout in ((2e-3, 0.2), (3e-3, 0.2), (6e-3, 0.2), (6e-3, 0.3))
-                    for decay in (0.3, 1.0)
-                ),
-            ),
-            CHOOSING[:1],
-            "validation",
-        ),
-    ),
     "times": (Comparison("When to prune", of(LIBRARY, DENSE, *TIMES), CHOOSING[:1], "validation"),),
     "ways": (
         Comparison("Ways to prune 80 %", of(LIBRARY, DENSE, *WAYS), CHOOSING[:1], "validation"),
@@ -595,14 +567,6 @@ PHASES: dict[str, tuple[Comparison, ...]] = {
                 replace(FROM_HALF, rate=3e-3),
             ),
             FRESH,
-            "test",
-        ),
-    ),
-    "large": (
-        Comparison(
-            "3 M parameters",
-            of(LARGE, Arm(rate=3e-3), replace(GRADUAL, rate=3e-3)),
-            FRESH[:1],
             "test",
         ),
     ),

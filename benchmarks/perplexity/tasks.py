@@ -108,29 +108,13 @@ SMALL = Task("SMALL", "files")
 LONG = Task("LONG", "files", steps=192)
 WIKI = Task("WIKI", "folder")
 
-SHORT = (MAIN, SMALL, LONG, WIKI)
-"""Tasks of .2 to .9 tokens per parameter, where a network has hardly begun to use its weights."""
-
 LIBRARY = Task("LIBRARY", "files", width=64, epochs=1, steps=4352)
 """Twenty tokens per parameter: .22 M parameters, 4.5 M tokens, each seen once."""
 
 ENGLISH = Task("ENGLISH", "folder", width=64, epochs=4, steps=1088)
 LARGER = Task("LIBRARY .8M", "files", width=128, epochs=2, steps=8192)
-LARGE = Task("LIBRARY 3M", "files", width=256, heads=8, epochs=8, steps=8192)
 REPEATED = Task("REPEATED", "folder", width=64, epochs=32, steps=98, most_bytes=100_417)
 """Much over little: 32 epochs of .1 MB, .46 of its bytes a parameter."""
-
-SCARCE = Task(
-    "SCARCE",
-    "folder",
-    width=64,
-    context=32,
-    batch_size=8,
-    epochs=40,
-    steps=62,
-    most_bytes=15_905,
-)
-"""More over less: 40 epochs of 16 kB, .07 of its bytes a parameter."""
 
 
 def shaped(task: Task, width: int, depth: int) -> Task:
