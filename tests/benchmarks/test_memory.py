@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from benchmarks.memory import replicas, step
+from benchmarks.memory import step
 from lightning_axosparse.pruning.rule import MaskRule
 
 
@@ -28,15 +27,3 @@ def test_every_row_runs_on_a_small_model():
     for variant in ("prune 0.9", "ModelPruning 0.9"):
         assert rows[variant]["parameters"] == dense["parameters"]
         assert rows[variant]["state"] > 1.2 * dense["state"]
-
-
-@pytest.mark.slow
-def test_replicas_divide_the_optimizers_state(monkeypatch, capsys):
-    arguments = ["--ratios", "0.8", "--replicas", "1", "2", "--width", "64", "--depth", "2"]
-    monkeypatch.setattr("sys.argv", ["replicas", *arguments])
-    replicas.main()
-    lines = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "MB" in line]
-    assert [row[:2] for row in rows] == [["dense", "1"], ["80 % pruned", "1"], ["80 % pruned", "2"]]
-    dense, one, two = (float(row[3]) for row in rows)
-    assert dense == 1 < one < two
