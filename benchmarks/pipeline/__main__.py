@@ -1,4 +1,4 @@
-"""Runs every benchmark of this folder, one job after the other.
+"""Runs the benchmarks of schedules and transports, one job after the other.
 
     python -m benchmarks.pipeline [--quick]
 
@@ -25,9 +25,6 @@ JOBS = [
     Job("Blocks against torch's 1F1B over gloo", 2, "peers", 15),
     Job("The same with larger messages", 2, "peers --samples 4", 15),
     Job("The same on more ranks than cores", 4, "peers", 15),
-    Job("Losses by parts and whole", 2, "ends", 5),
-    Job("The same with a larger vocabulary", 2, "ends --vocabulary 8192", 5),
-    Job("The same on more ranks than cores", 4, "ends", 5),
     Job("Blocks against axonn", 2, "axonn_peer blocks", 15),
     Job("Sleeping stages against axonn", 4, "axonn_peer sleep", 15),
 ]

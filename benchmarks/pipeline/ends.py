@@ -1,14 +1,12 @@
 """Compares training whose loss is differentiated once a batch with a declared ``loss="mean"``.
 
     python -m benchmarks.pipeline.ends [--ranks 4] [--vocabulary 8192]
-    python -m benchmarks.pipeline.ends --before FOLDER --strategy '{"schedule": "together"}'
 
 A GPT trains on sequences of random tokens, 8 micro-batches of one sample, with one stage a rank.
 Each way is a job of its own, and the jobs take turns step by step, so that a change of the
-machine's load affects all of them. A further one may train with another checkout of this
-repository, and arguments of its strategy. Printed are the medians of the slowest rank's seconds for
-a step, their ratio to the first job's, and the largest rank's memory of a step: what is allocated
-at most beside what was there before. Steps that are compared, or measured, do not count.
+machine's load affects both. Printed are the medians of the slowest rank's seconds for a step, their
+ratio to the first job's, and the largest rank's memory of a step: what is allocated at most beside
+what was there before. Steps that are compared, or measured, do not count.
 """
 
 from __future__ import annotations
@@ -16,12 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import mmap
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -32,8 +28,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, TensorDataset
 
-ROOT = Path(__file__).parents[2]
-WAYS: Mapping[str, Mapping[str, Any]] = {"mean": {"loss": "mean"}, "whole": {}}
+WAYS: dict[str, dict[str, Any]] = {"mean": {"loss": "mean"}, "whole": {}}
 SAMPLES, COMPARED = 8, (0, 1, 3, 7, 15, 31, 63)
 
 
@@ -43,17 +38,16 @@ class Turns:
     Args:
         file: of 8 bytes, at first zeros.
         own: number of this job.
-        jobs: how many there are.
     """
 
-    def __init__(self, file: Path, own: int, jobs: int) -> None:
+    def __init__(self, file: Path, own: int) -> None:
         with file.open("r+b") as opened:
             self._memory = mmap.mmap(opened.fileno(), 8)
-        self._own, self._jobs = own, jobs
+        self._own = own
 
     def wait(self) -> None:
         """Wait, asleep, until it is this job's turn."""
-        while self._count() % self._jobs != self._own:
+        while self._count() % len(WAYS) != self._own:
             time.sleep(1e-3)
 
     def give(self) -> None:
@@ -129,12 +123,11 @@ def train(options: argparse.Namespace) -> None:
         context=options.context,
         vocabulary=options.vocabulary,
     )
-    measured = -1 if options.before else options.steps - 1
-    steps = Steps(Turns(options.turns, options.job, options.jobs), measured)
+    steps = Steps(Turns(options.turns, list(WAYS).index(options.way)), options.steps - 1)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=options.ranks,
-        strategy=AxoSparseStrategy(options.ranks, SAMPLES, **options.strategy),
+        strategy=AxoSparseStrategy(options.ranks, SAMPLES, **WAYS[options.way]),
         max_epochs=1,
         callbacks=[steps],
         logger=False,
@@ -156,14 +149,11 @@ def main() -> None:
     arguments.add_argument("--depth", type=int, default=8)
     arguments.add_argument("--context", type=int, default=128)
     arguments.add_argument("--steps", type=int, default=50)
-    arguments.add_argument("--before", type=Path, help="a checkout that one more job runs")
-    arguments.add_argument("--strategy", type=json.loads, default={}, help="its arguments")
-    for name in ("--job", "--jobs"):
-        arguments.add_argument(name, type=int, help=argparse.SUPPRESS)
+    arguments.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     for name in ("--turns", "--result"):
         arguments.add_argument(name, type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    if options.job is not None:
+    if options.way is not None:
         train(options)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -172,27 +162,20 @@ def main() -> None:
 
 def start_all(options: argparse.Namespace, folder: Path) -> None:
     """Start all jobs, wait for them, and print their rows."""
-    ways: dict[str, tuple[Path, Mapping[str, Any]]] = {}
-    if options.before:
-        ways["before"] = options.before, options.strategy
-    ways |= {name: (ROOT, strategy) for name, strategy in WAYS.items()}
     turns = folder / "turns"
     turns.write_bytes(bytes(8))
-    running = []
-    for job, (name, (checkout, strategy)) in enumerate(ways.items()):
-        command = ["mpiexec", "-n", str(options.ranks), sys.executable, str(Path(__file__))]
+    running = {}
+    for name in WAYS:
+        command = ["mpiexec", "-n", str(options.ranks), sys.executable, "-m", __spec__.name]
         for option in ("ranks", "vocabulary", "width", "depth", "context", "steps"):
             command += [f"--{option}", str(getattr(options, option))]
-        command += ["--job", str(job), "--jobs", str(len(ways)), "--turns", str(turns)]
-        command += ["--strategy", json.dumps(strategy), "--result", str(folder / name)]
-        command += ["--before", "."] if name == "before" else []
-        environment = {**os.environ, "PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}"}
+        command += ["--way", name, "--turns", str(turns), "--result", str(folder / name)]
         log = (folder / f"{name}.log").open("w")
-        running.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
-    for name, process in zip(ways, running, strict=True):
+        running[name] = subprocess.Popen(command, stdout=log, stderr=log)
+    for name, process in running.items():
         if process.wait():
             sys.exit((folder / f"{name}.log").read_text())
-    results = {name: json.loads((folder / name).read_text()) for name in ways}
+    results = {name: json.loads((folder / name).read_text()) for name in WAYS}
     first = next(iter(results.values()))[0]
     for name, (seconds, size) in results.items():
         megabytes = f"{size / 1e6:.0f}" if size else ""
