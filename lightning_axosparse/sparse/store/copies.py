@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class DenseCopy:
         self._source: Tensor | None = None
         """The values with which it was filled; None if it has to be filled anew."""
         self._filled_at = (-1, -1)
-        self._steps: _OptimizerSteps | None = None
 
     def configure(self, dtype: torch.dtype, training: bool) -> None:
         """Set the dtype and the module's mode; a change fills the copy at its next use."""
@@ -58,13 +57,11 @@ class DenseCopy:
             values: unpruned values, shape ``(layout.nnz,)``, any dtype.
             layout: their layout.
         """
-        if self._steps is None:
-            self._steps = _steps_of_process()
         if self.dense is None:
             # A tensor created in inference mode could not be written outside it.
             with torch.inference_mode(False):
                 self.dense = torch.empty(layout.shape, dtype=self.dtype, device=values.device)
-        source, now = self._source, (version_of(values), self._steps.count)
+        source, now = self._source, (version_of(values), _optimizer_steps().count)
         if source is None or source.data_ptr() != values.data_ptr() or now != self._filled_at:
             layout.fill(self.dense, values)
             # Keep the values' storage alive, so that no others are allocated at its address. The
@@ -76,29 +73,19 @@ class DenseCopy:
         return DenseCopy, ()
 
 
-class _OptimizerSteps:
-    """Counts the steps of all optimizers in this process while there are dense copies.
+class _Steps:
+    """The steps of all optimizers in this process since the first use of a dense copy."""
 
-    A dense copy does not know which optimizers hold its parameter, so one of torch's hooks for all
-    optimizers serves all copies, and goes with the last of them.
-    """
-
-    def __init__(self) -> None:
-        counter = weakref.proxy(self)
-        handle = register_optimizer_step_post_hook(lambda *_: counter.add())
-        weakref.finalize(self, handle.remove)
-        self.count = 0
-
-    def add(self) -> None:
-        """Count a step of an optimizer."""
-        self.count += 1
+    count = 0
 
 
-_process: weakref.WeakValueDictionary[str, _OptimizerSteps] = weakref.WeakValueDictionary()
+@cache
+def _optimizer_steps() -> _Steps:
+    """Count steps from the first call on: a dense copy does not know its parameter's optimizers."""
+    steps = _Steps()
 
+    def add(*_: Any) -> None:
+        steps.count += 1
 
-def _steps_of_process() -> _OptimizerSteps:
-    steps = _process.get("steps")
-    if steps is None:
-        steps = _process["steps"] = _OptimizerSteps()
+    register_optimizer_step_post_hook(add)
     return steps
