@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_axosparse.planning.simulate import Numbers, Wire
-
-_BLOCK_ENTRIES, _SEGMENT_ENTRIES = 4096, 256
-"""Entries of a block and of a segment, for which a layout stores 4 and 2 bytes."""
+from lightning_axosparse.sparse.kernels import SEGMENT
+from lightning_axosparse.sparse.store.layout import BLOCK_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ class Storage:
 DENSE = Storage(per_weight=0, per_unpruned=16, gradient=4, optimizer=8)
 """Float32 weights with their gradients and the two moments of Adam."""
 
-SPARSE = replace(DENSE, per_weight=4 / _BLOCK_ENTRIES + 2 / _SEGMENT_ENTRIES, per_unpruned=16 + 1)
+SPARSE = replace(DENSE, per_weight=4 / BLOCK_ENTRIES + 2 / SEGMENT, per_unpruned=16 + 1)
 """Unpruned values in the index format "segments": one byte of index per unpruned weight, two per
-segment."""
+segment, four per block."""
 
 
 @dataclass(frozen=True)

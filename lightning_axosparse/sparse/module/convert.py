@@ -288,5 +288,5 @@ def _loops_of(entry: OwnedParameter) -> Iterator[Callable[[], None]]:
         if sparse_products.should_run(layout, "one_token", *choice):
             yield sparse_products.load_loops
         is_embedding = any(isinstance(owner, nn.Embedding) for owner in owners)
-        if is_embedding and embedding.has_row_index(layout):
+        if is_embedding and sparse_products.can_read(layout, entry.parameter):
             yield embedding.load_loops

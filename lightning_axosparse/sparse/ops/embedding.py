@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_axosparse.sparse.kernels import kernel_module
+from lightning_axosparse.sparse.ops.products import can_read
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout
 from lightning_axosparse.sparse.store.materialize import DenseForm
@@ -35,7 +36,7 @@ def embedding(
     stored = isinstance(weight, SparseWeight) and weight.has_whole_rows()
     if (
         not stored
-        or not has_row_index(weight.sparse_layout)
+        or not can_read(weight.sparse_layout, weight.stored_values)
         or type(input) is not Tensor
         or not input.is_cpu
         or max_norm is not None
@@ -95,11 +96,6 @@ def look_up_rows(
     options = layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse
     rows = embedding(indices, sparse_weight(values, layout, form), layer.padding_idx, *options)
     return rows if isinstance(rows, Tensor) else None
-
-
-def has_row_index(layout: Layout) -> TypeGuard[SegmentLayout]:
-    """Return whether compiled loops can look up the unpruned entries of a row."""
-    return isinstance(layout, SegmentLayout) and layout.has_row_segments and layout.starts.is_cpu
 
 
 @cache
