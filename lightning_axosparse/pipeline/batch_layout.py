@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -136,14 +136,8 @@ def rebuilt(node: Any, entries: Mapping[Key, Any]) -> Any:
 
 
 def copied_batch(node: Any) -> Any:
-    """Copy a batch, so that a step may change its tensors, arrays and containers.
-
-    Raises:
-        MisconfigurationException: if a tensor has a graph, which the copy would not have.
-    """
+    """Copy a batch, so that a step may change its tensors, arrays and containers."""
     if isinstance(node, Tensor):
-        if node.grad_fn is not None:
-            _refuse_graph()
         return node.detach().clone().requires_grad_(node.requires_grad)
     if isinstance(node, np.ndarray):
         return node.copy()
@@ -157,12 +151,20 @@ def copied_batch(node: Any) -> Any:
     return rebuilt(node, {key: copied_batch(each) for key, each in entries.items()})
 
 
-def _refuse_graph() -> NoReturn:
-    raise MisconfigurationException(
-        "A hook such as on_after_batch_transfer computes the batch with trained parameters, which "
-        "would get no gradients: stages run the step on copies of the batch. Compute this in the "
-        "step, before the layers, or under torch.no_grad()." + see("batches")
-    )
+def validate_without_graph(batch: Any) -> None:
+    """Check that a batch has no graph: steps get copies of it, which would cut the graph."""
+    waiting = [batch]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, Tensor):
+            waiting += [] if isinstance(node, _PLAIN) else children(node).values()
+        elif node.grad_fn is not None:
+            raise MisconfigurationException(
+                "A hook such as on_after_batch_transfer computes the batch with trained "
+                "parameters, which would get no gradients: stages run the step on copies of the "
+                "batch. Compute this in the step, before the layers, or under torch.no_grad()."
+                + see("batches")
+            )
 
 
 def arrays(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -111,7 +111,8 @@ class PipelinedLayers:
         self._computed: str | None = None
         """The name of the layer that is being computed."""
         self._watched: list[WatchedLayer] = []
-        self._modules: list[nn.Module] = []
+        self._inside: list[tuple[nn.Module | str, ...]] = []
+        """The modules inside the layers, each with the names of its parameters."""
         self._present: set[int] = set()
         self._undo = ExitStack()
 
@@ -147,14 +148,15 @@ class PipelinedLayers:
                 self._undo.enter_context(patched(part, "use_nested_tensor", False))
 
     def record_modules(self) -> None:
-        """Record the modules inside the layers: hooks on all ranks may change them from now on."""
-        self._modules = [part for layer in self.layers for part in layer.modules()]
+        """Record what is inside the layers: hooks on all ranks may change it from now on."""
+        parts = [part for layer in self.layers for part in layer.modules()]
+        self._inside = [(part, *part._parameters) for part in parts]
 
     def follow_changes(self) -> bool:
         """Watch the modules that layers have now; return whether hooks have changed them."""
-        before = self._modules
+        before = self._inside
         self.record_modules()
-        if self._modules == before:
+        if self._inside == before:
             return False
         self._watch()
         return True

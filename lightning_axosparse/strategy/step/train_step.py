@@ -21,6 +21,7 @@ from lightning_axosparse.distributed.process_groups import all_gather
 from lightning_axosparse.distributed.rank_status import this_rank
 from lightning_axosparse.pipeline.backward.gradient_hooks import GradientHooks
 from lightning_axosparse.pipeline.batch import Batch, BatchFingerprint, checksum
+from lightning_axosparse.pipeline.batch_layout import validate_without_graph
 from lightning_axosparse.pipeline.by_parts import PartedStageStep
 from lightning_axosparse.pipeline.choice import InFlightLimit, MemoryInFlightLimit
 from lightning_axosparse.pipeline.generators import Generators
@@ -279,6 +280,8 @@ class StepRunner:
             reduction = None  # Without layers, there is no end of the step to run on the batch.
         if known.reads_numbers:
             reduction = None  # Only the end of the step compares them.
+        if stage_module.last_stage or reduction is not None:
+            validate_without_graph(step.whole.batch)
         step = self._with_known(known, step, by_parts=reduction is not None)
         step = replace(step, backward=gradients)
         run.layer_state.begin_batch()
