@@ -86,6 +86,14 @@ class Parametrizes(Replaces):
             parametrize.register_parametrization(layer, "weight", Halves())
 
 
+class NormalizesSpectra(Replaces):
+    """Parameters and buffers of other names, which each batch changes once."""
+
+    def change(self) -> None:
+        for layer in self.linears():
+            nn.utils.spectral_norm(layer)
+
+
 class Counts(nn.Tanh):
     calls: Tensor
 
@@ -160,7 +168,7 @@ class Adapts(Changing):
         assert set(counts) == {2 * len(self.trainer.train_dataloader)}
 
 
-MODULES = [Replaces, Removes, LeavesToTheOptimizer, Parametrizes, Resets, Adapts]
+MODULES = [Replaces, Removes, LeavesToTheOptimizer, Parametrizes, NormalizesSpectra, Resets, Adapts]
 
 
 def train(make: type[Changing], strategy: Any, ranks: int, file: Path | None = None) -> Record:
