@@ -150,7 +150,9 @@ class PipelinedLayers:
     def record_modules(self) -> None:
         """Record what is inside the layers: hooks on all ranks may change it from now on."""
         parts = [part for layer in self.layers for part in layer.modules()]
-        self._inside = [(part, *part._parameters) for part in parts]
+        self._inside = [
+            (part, *(name for name, _ in part.named_parameters(recurse=False))) for part in parts
+        ]
 
     def follow_changes(self) -> bool:
         """Watch the modules that layers have now; return whether hooks have changed them."""
