@@ -228,7 +228,13 @@ class PutsAnotherLayer(Replaces):
         self.model[2] = nn.Linear(24, 24)
 
 
-def test_another_layer_in_the_place_of_one_is_refused() -> None:
+class PutsAnotherActivation(Replaces):
+    def change(self) -> None:
+        self.model[1] = nn.ReLU()
+
+
+@pytest.mark.parametrize(("make", "name"), [(PutsAnotherLayer, 2), (PutsAnotherActivation, 1)])
+def test_another_layer_in_the_place_of_one_is_refused(make: type[Changing], name: int) -> None:
     loopback = AxoSparseStrategy(2, 2, pipeline="model", transport="loopback")
-    with pytest.raises(MisconfigurationException, match=r"replaced or removed layer 'model\.2'"):
-        train(PutsAnotherLayer, loopback, 1)
+    with pytest.raises(MisconfigurationException, match=rf"or removed layer 'model\.{name}'"):
+        train(make, loopback, 1)

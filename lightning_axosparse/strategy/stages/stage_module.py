@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -48,7 +47,6 @@ from lightning_axosparse.strategy.expert_parallel import SpreadExperts
 from lightning_axosparse.strategy.stages.shared_parameters import SharedParameters, broadcast_first
 from lightning_axosparse.strategy.validation import validate_parameters_known
 from lightning_axosparse.strategy.weight_parts import Division, WeightParts
-from lightning_axosparse.support.troubleshooting import see
 
 if TYPE_CHECKING:  # It loads DTensor, which only tensor parallelism needs.
     from lightning_axosparse.strategy.tensor_parallel import TensorShards
@@ -162,7 +160,7 @@ class StageModule:
         if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
         if self.last_stage:
-            self._validate_layers()
+            self.layers.validate_present()
         self._optimizers = list(optimizers)
         with updating_param_groups(self.module, optimizers):
             self.sharding.follow_changes()
@@ -173,16 +171,6 @@ class StageModule:
         self.shared.attach()
         self._limit_steps()
         self._followed = [*self.module.parameters(), *optimizers]
-
-    def _validate_layers(self) -> None:
-        present = dict(self.module.named_modules(remove_duplicate=False))
-        for name, layer in zip(self.partition.names, self.partition.layers, strict=True):
-            if present.get(name) is not layer:
-                raise MisconfigurationException(
-                    f"A hook has replaced or removed layer {name!r} of the pipeline, whose stages "
-                    "are formed before on_fit_start. Change layers in __init__, setup or "
-                    "configure_model, or give the layer's modules new parameters." + see("steps")
-                )
 
     @contextmanager
     def reshard(self, partition: Partition, groups: ProcessGroups) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_axosparse
 from lightning_axosparse import AxoSparseStrategy
-from tests.parity.cases import Net, loader, trainer
+from tests.parity.cases import FEATURES, Net, loader, trainer
 
 PACKAGE = str(Path(lightning_axosparse.__file__).parent)
 TRAINER = str(Path(L.__file__).parent)
@@ -155,10 +155,10 @@ def test_a_list_that_grows_makes_no_step_longer() -> None:
     assert len(module.outputs) == 15
 
 
-class ComputesTheBatch(Linears):
+class ComputesTheBatch(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.before = nn.Linear(8, 8)
+        self.before = nn.Linear(FEATURES, FEATURES)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return [self.before(batch[0]), batch[1]]
@@ -166,7 +166,6 @@ class ComputesTheBatch(Linears):
 
 @pytest.mark.parametrize("loss", ["whole", "mean"])
 def test_a_batch_with_a_graph_is_refused_where_steps_get_copies(loss: str) -> None:
-    x = torch.randn(16, 8)
-    strategy = AxoSparseStrategy(2, microbatches=2, transport="loopback", loss=loss)
+    strategy = AxoSparseStrategy(2, 2, transport="loopback", pipeline="model", loss=loss)
     with pytest.raises(MisconfigurationException, match="computes the batch with trained"):
-        trainer(strategy).fit(ComputesTheBatch(), DataLoader(TensorDataset(x, x), 8))
+        trainer(strategy).fit(ComputesTheBatch(), loader(1))
