@@ -130,6 +130,8 @@ class GradientReducer:
         self, groups: Sequence[ReductionGroup], divisor: int, part: Part | None = None
     ) -> None:
         self.part = part
+        self.accumulated: set[nn.Parameter] = set()
+        """Parameters with gradients of earlier batches, which may be frozen by now."""
         self.reduced_bytes = 0
         """Bytes of gradients that were all-reduced in the last step."""
         self.parameters = {parameter for group in groups for parameter in group.parameters}
@@ -163,7 +165,9 @@ class GradientReducer:
         """
         self.reduced_bytes, self._deferred = 0, deferred
         self._earlier = {} if earlier is None else earlier
-        self._buckets = [bucket for group in self._groups for bucket in _buckets(group)]
+        self._buckets = [
+            bucket for group in self._groups for bucket in _buckets(group, self.accumulated)
+        ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         sizes = [bucket.sizes for bucket in self._buckets]
         if sizes != self._sizes:
@@ -171,6 +175,8 @@ class GradientReducer:
             self._longest = max((sum(each) + len(each) for each in sizes), default=0)
         # Parameters may be unfrozen at any time, and a frozen one takes no hook.
         for parameter in self._bucket_of.keys() - self._hooks.keys():
+            if not parameter.requires_grad:
+                continue
             hook = parameter.register_post_accumulate_grad_hook(self._on_accumulated)
             self._hooks[parameter] = hook
 
@@ -182,6 +188,7 @@ class GradientReducer:
                 memory where the average will be, also where no rank has a gradient.
         """
         self._start(self._buckets)
+        self.accumulated.clear()
         if waits:
             self.wait_for(list(self._bucket_of))
 
@@ -274,12 +281,12 @@ class GradientReducer:
                 self.wait_for(bucket.parameters)
 
 
-def _buckets(group: ReductionGroup) -> list[_Bucket]:
+def _buckets(group: ReductionGroup, accumulated: Collection[nn.Parameter]) -> list[_Bucket]:
     """Fill buckets from the last parameter to the first, as the backward pass roughly does."""
     open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
     buckets = []
     for parameter in reversed(group.parameters):
-        if not parameter.requires_grad:
+        if not (parameter.requires_grad or parameter in accumulated):
             continue
         key = parameter.dtype, parameter.device
         bucket = open_buckets.get(key)
@@ -287,6 +294,7 @@ def _buckets(group: ReductionGroup) -> list[_Bucket]:
             bucket = open_buckets[key] = _Bucket(group.group, [])
             buckets.append(bucket)
         bucket.parameters.append(parameter)
-        bucket.missing.add(parameter)
+        if parameter.requires_grad:
+            bucket.missing.add(parameter)
         bucket.nbytes += parameter.nbytes
     return buckets

@@ -31,7 +31,7 @@ from tests.ranks import run_ranks
 class Changing(Net):
     """Has a gain before and a head behind the layers, and changes when its second epoch begins."""
 
-    microbatches = 2
+    microbatches, accumulated = 2, 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +92,20 @@ class NormalizesSpectra(Replaces):
     def change(self) -> None:
         for layer in self.linears():
             nn.utils.spectral_norm(layer)
+
+
+class Freezes(Replaces):
+    """Between accumulated batches, parameters in and outside layers, which have gradients then."""
+
+    accumulated = 3
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            for part in (self.linears()[0], self.head):
+                part.requires_grad_(False)
+
+    def change(self) -> None:
+        self.requires_grad_(True)
 
 
 class Counts(nn.Tanh):
@@ -168,14 +182,28 @@ class Adapts(Changing):
         assert set(counts) == {2 * len(self.trainer.train_dataloader)}
 
 
-MODULES = [Replaces, Removes, LeavesToTheOptimizer, Parametrizes, NormalizesSpectra, Resets, Adapts]
+MODULES = [
+    Replaces,
+    Removes,
+    LeavesToTheOptimizer,
+    Parametrizes,
+    NormalizesSpectra,
+    Freezes,
+    Resets,
+    Adapts,
+]
 
 
 def train(make: type[Changing], strategy: Any, ranks: int, file: Path | None = None) -> Record:
     L.seed_everything(0, verbose=False)
     module = make().double()
     run = trainer(
-        strategy, ranks, precision="64-true", gradient_clip_val=0.1, use_distributed_sampler=False
+        strategy,
+        ranks,
+        precision="64-true",
+        gradient_clip_val=0.1,
+        accumulate_grad_batches=make.accumulated,
+        use_distributed_sampler=False,
     )
     run.fit(module, share(run, loader(1).dataset))
     if file is not None:

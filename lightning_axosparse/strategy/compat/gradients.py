@@ -42,6 +42,7 @@ class StashedGradients:
         self._trainer = trainer
         self._frees = not clearing_is_seen(trainer)
         self._fresh: dict[nn.Parameter, Tensor | None] = {}
+        self._trained: set[nn.Parameter] = set()
         self.earlier: dict[nn.Parameter, Tensor | None] = {}
         """Inside a step, the gradients of earlier batches; None once one has been added."""
 
@@ -49,6 +50,7 @@ class StashedGradients:
     def around_step(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         """Compute gradients of ``parameters`` inside the context."""
         self.earlier = {parameter: parameter.grad for parameter in parameters}
+        self._trained = {parameter for parameter in self.earlier if parameter.requires_grad}
         for parameter in self.earlier:
             parameter.grad = None
         if self._frees and starts_accumulation(self._trainer):
@@ -67,7 +69,8 @@ class StashedGradients:
         As in torch, a parameter that the step has frozen after its layers gets none.
         """
         for parameter, gradient in self._fresh.items():
-            if gradient is None or not parameter.requires_grad:
+            frozen = parameter in self._trained and not parameter.requires_grad
+            if gradient is None or frozen:
                 continue
             if parameter.grad is None:
                 parameter.grad = gradient

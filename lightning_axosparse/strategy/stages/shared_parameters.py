@@ -38,6 +38,7 @@ class SharedParameters:
         self._sharding, self._parts = sharding, parts
         self.reducer: GradientReducer | None = None
         self._reduces = True
+        self._accumulated: set[nn.Parameter] = set()
         self._part: Part | None = None
         self.set_groups(groups)
 
@@ -52,6 +53,7 @@ class SharedParameters:
         if self._grid.world_size > 1:
             reduced = self._reduction_groups()
             self.reducer = GradientReducer(reduced, self._grid.g_data, self._part)
+            self.reducer.accumulated = self._accumulated
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
@@ -66,6 +68,8 @@ class SharedParameters:
 
     def without_reduction(self) -> AbstractContextManager[None]:
         """Return a context in which gradients are not reduced."""
+        if self.reducer is not None:
+            self._accumulated.update(p for p in self.reducer.parameters if p.requires_grad)
         return patched(self, "_reduces", False)
 
     def divide(self, part: Part) -> None:
