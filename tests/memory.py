@@ -1,4 +1,4 @@
-"""What tests measure of memory."""
+"""Measures and limits the memory of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Storages(TorchDispatchMode):
-    """Knows the storage of whatever an operator made, but for views of what was there before."""
+    """Records the storages of operators' results, except views of tensors from before."""
 
     def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Storages(TorchDispatchMode):
 
 
 def touched(is_file: Callable[[str], bool]) -> int:
-    """Bytes that this process has touched of files that are mapped, by the lines of their maps."""
+    """Return the resident bytes of the mapped files that ``is_file`` selects by their lines."""
     found, is_inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, *values = line.split()
@@ -51,7 +51,7 @@ def touched(is_file: Callable[[str], bool]) -> int:
 
 @contextmanager
 def limited(more: int) -> Iterator[None]:
-    """More bytes than these are not to be had beside those that are mapped now."""
+    """Limit the address space to ``more`` bytes beside those that are mapped now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped + more, hard))

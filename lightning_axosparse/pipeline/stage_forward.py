@@ -147,7 +147,7 @@ class PipelinedLayers:
             if isinstance(part, nn.TransformerEncoder) and part not in within:
                 self._undo.enter_context(patched(part, "use_nested_tensor", False))
 
-    def validate_present(self) -> None:
+    def validate_places(self) -> None:
         """Check that the layers are still in their places in the module."""
         present = dict(self._module.named_modules(remove_duplicate=False))
         for name, layer in zip(self.names, self.layers, strict=True):
@@ -155,11 +155,11 @@ class PipelinedLayers:
                 raise MisconfigurationException(
                     f"A hook has replaced or removed layer {name!r} of the pipeline, whose stages "
                     "are formed before on_fit_start. Change layers in __init__, setup or "
-                    "configure_model, or give the layer's modules new parameters." + see("steps")
+                    "configure_model, or change the modules inside the layer." + see("steps")
                 )
 
     def record_modules(self) -> None:
-        """Record what is inside the layers: hooks on all ranks may change it from now on."""
+        """Record the modules inside the layers, which hooks may change before the next step."""
         parts = [part for layer in self.layers for part in layer.modules()]
         self._inside = [
             (part, *(name for name, _ in part.named_parameters(recurse=False))) for part in parts
@@ -233,7 +233,7 @@ class PipelinedLayers:
             self._current.values.record_output(output)
         called_none = run.next_layer == 0 and (run.stage == 0 or run.received.content.is_empty)
         if run.next_layer < len(self.layers) and not (may_call_none and called_none):
-            self.validate_present()
+            self.validate_places()
             raise MisconfigurationException(
                 f"The step returned without calling layer {self.names[run.next_layer]!r} of the "
                 "pipelined container. In a pipeline every step has to call every layer once, in "
@@ -407,7 +407,7 @@ class PipelinedLayers:
                 "on the stage before it. Whether it calls the layers must depend on what all "
                 "stages have: the batch, its index, the epoch." + see("steps")
             )
-        self.validate_present()
+        self.validate_places()
         called = self.names[index]
         expected = (
             f"layer {self.names[run.next_layer]!r} was next"

@@ -1,4 +1,4 @@
-"""Tensors that hooks add, replace or remove once the module is sharded are as on one process."""
+"""Hooks may change parameters, modules and optimizers of a run, with one process's numbers."""
 
 from __future__ import annotations
 

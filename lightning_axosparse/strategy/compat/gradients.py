@@ -134,7 +134,7 @@ class GradientNorms(RankLocalCallback):
         self,
         trainer: pl.Trainer,
         gradients: RemoteGradients,
-        follow_changes: Callable[[], None] = lambda: None,
+        follow_changes: Callable[[], None],
     ) -> None:
         self._gradients, self._follow_changes = gradients, follow_changes
         self._after_backward, self._before_step = _hooks_that_read(trainer)

@@ -160,7 +160,7 @@ class StageModule:
         if len(now) == len(self._followed) and all(map(operator.is_, now, self._followed)):
             return
         if self.last_stage:
-            self.layers.validate_present()
+            self.layers.validate_places()
         self._optimizers = list(optimizers)
         with updating_param_groups(self.module, optimizers):
             self.sharding.follow_changes()

@@ -259,7 +259,7 @@ class StepRunner:
                     step = self._learner.run_again(run, known, step, result.rerun)
                     result = pass_through(known, step)
                 output = self._applied(result, share)
-        stage_module.layers.record_modules()  # Those of a step differ between stages.
+        stage_module.layers.record_modules()  # A step may change them on its own stage alone.
         return output
 
     def _trained(self, known: LoaderSteps, step: Batch, share: float) -> StepResult:

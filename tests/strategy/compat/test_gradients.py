@@ -78,7 +78,7 @@ def test_a_loss_scaler_counts() -> None:
 def test_callbacks_of_the_strategy_do_not_count() -> None:
     run = prepared(Net())
     gradients: Any = None  # They are not measured here.
-    with GradientNorms(run, gradients).added_to(run):
+    with GradientNorms(run, gradients, lambda: None).added_to(run):
         assert not gradients_are_seen(run)
 
 
