@@ -2,7 +2,7 @@
 
 A kernel module has the functions ``densify`` and ``compress``: ``reference`` runs on every device,
 ``fused`` on CUDA where Triton is installed, ``segments`` on CPU. The products, which need no dense
-tile, are in ``products`` and ``convolutions``.
+tile, are in ``products``, ``one_token`` and ``convolutions``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from typing import Any, NamedTuple
 SEGMENT = 256
 """Entries of a segment, so that the offset of an unpruned entry in it fits into a byte."""
 
-ROWS = 64
-"""Rows of a weight that ``products`` multiplies with one segment before the next."""
+ROWS_OF_SUMS, ROWS_OF_FACTORS = 128, 64
+"""Rows of a block, which ``products`` multiplies with one segment before the next.
+
+In ``spmm_t`` each row has a vector of sums. In the other products it has a vector of factors, of up
+to twice as many numbers.
+"""
 
 LANES = 128
 """The most tokens that ``products`` multiplies together."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight
-from lightning_axosparse.sparse.kernels.products import nnz_in, segments_of
+from lightning_axosparse.sparse.kernels.runs import nnz_in, segments_of
 from lightning_axosparse.sparse.kernels.vectors import (
     add_dots,
     broadcast,

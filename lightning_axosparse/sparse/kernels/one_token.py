@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 
 from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight, llvm
 from lightning_axosparse.sparse.kernels.llvm import HAS_AVX512, REGISTER
-from lightning_axosparse.sparse.kernels.products import (
+from lightning_axosparse.sparse.kernels.runs import (
     first_entries,
     nnz_in,
     prefetch_entries,

@@ -2,22 +2,27 @@
 
 A product with a weight that is stored in segments (``formats.py``) runs over groups of tokens. The
 numbers of one feature, for all tokens of a group, lie side by side and are one vector, so each
-value is multiplied with a vector of consecutive numbers, whatever the pattern. 64 rows of the
-weight are multiplied with one segment of columns before the next, so that the features of a segment
-stay in the first cache. The values of the next 64 rows are prefetched meanwhile.
+value is multiplied with a vector of consecutive numbers, whatever the pattern. A block of rows of
+the weight is multiplied with one segment of columns before the next, so that the features of a
+segment stay in the first caches. ``runs.py`` lists the entries of each row in each segment in this
+order; those to come are prefetched.
+
+Loads limit the speed, two at a time: a multiply-add reads its vector, and an entry has another for
+its value. Four offsets are read by one.
 
 Sums run over columns in ascending order: a token's result depends neither on the tokens beside it
 nor on the number of threads.
 
 Where the processor multiplies bfloat16, arrays may be of that dtype, too. An instruction adds the
 products of two values to each lane, in float32. ``spmm`` has no such pairs, as each value changes
-another sum: with many tokens, the weight is transposed (:func:`transpose_weight`) for ``spmm_t``.
+another sum. With many tokens, the weight is transposed for ``spmm_t`` instead.
 
 The functions take flat arrays, and check nothing. Arrays of bfloat16 have the dtype uint16; biases,
 outputs and the results of ``sddmm`` are float32. ``rows`` are those of the weight with which to
-compute, ``start`` the number of values before these, ``bias`` has one number for each output or
-none, and ``packed`` is memory for ``LANES * (width + ROWS)`` numbers of float32, but in ``spmm_t``
-for ``LANES * width``, with ``LANES * ROWS`` in ``sums``.
+compute, ``start`` is the number of values before these, and ``runs`` are theirs. ``bias`` has one
+number for each output or none. ``packed`` is memory for ``LANES * (width + ROWS_OF_FACTORS)``
+numbers of float32, but in ``spmm_t`` for ``LANES * width``, with ``LANES * ROWS_OF_SUMS`` in
+``sums``.
 """
 
 from __future__ import annotations
@@ -28,13 +33,30 @@ import numpy as np
 from numba import types
 from numba.extending import overload
 
-from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT, Span, Weight
+from lightning_axosparse.sparse.kernels import (
+    LANES,
+    ROWS_OF_FACTORS,
+    ROWS_OF_SUMS,
+    SEGMENT,
+    Span,
+    Weight,
+)
 from lightning_axosparse.sparse.kernels.llvm import PAIRS, REGISTER
+from lightning_axosparse.sparse.kernels.runs import (
+    FEW_TOKENS,
+    prefetch_run,
+    read_run,
+    runs_of,
+    segments_of,
+    sort_runs,
+    transpose_weight,
+)
 from lightning_axosparse.sparse.kernels.vectors import (
     add_dots,
     add_two_products,
     broadcast,
     compiled,
+    four_offsets,
     interleave,
     item,
     lanes_of,
@@ -43,7 +65,6 @@ from lightning_axosparse.sparse.kernels.vectors import (
     operands_for,
     place_of,
     pointer_to,
-    prefetch,
     store,
     transpose,
     zeros,
@@ -67,26 +88,67 @@ def spmm_t(
     sums: Any,
 ) -> None:
     """Compute some rows' columns of ``inputs @ weight.t() + bias``."""
-    many, few = zeros_for(64, inputs), zeros_for(16, inputs)
-    token = 0
-    while token < tokens:
-        part = (inputs, (token, tokens), weight, rows, start, bias, outputs, packed, sums)
-        if tokens - token > lanes_of(few):
-            token += _spmm_t(many, *part)
-        elif tokens - token > 8:
-            token += _spmm_t(few, *part)
-        else:
-            token += _spmm_t(zeros_for(8, inputs), *part)
+    runs = runs_of(weight, rows, start, ROWS_OF_SUMS)
+    if tokens > FEW_TOKENS:
+        sort_runs(runs, weight, rows, ROWS_OF_SUMS)
+    _spmm_t(inputs, tokens, weight, rows, runs, bias, outputs, packed, sums)
+
+
+@compiled
+def transposed_spmm_t(
+    inputs: Any,
+    tokens: int,
+    weight: Weight,
+    columns: Span,
+    memory: tuple[Any, Any],
+    bias: Any,
+    outputs: Any,
+    packed: Any,
+    sums: Any,
+) -> None:
+    """Compute some columns of ``inputs @ weight + bias``, the bits of :func:`spmm` in float32.
+
+    ``memory`` is for the offsets and values of the weight, of which these columns are transposed.
+    """
+    offsets, values = memory
+    runs = transpose_weight(weight, columns, offsets, values)
+    # The counts are not those of the transpose; its runs have the numbers of its entries.
+    transpose = Weight(weight.counts, offsets, weight.width, weight.height, values)
+    _spmm_t(inputs, tokens, transpose, columns, runs, bias, outputs, packed, sums)
 
 
 @compiled
 def _spmm_t(
+    inputs: Any,
+    tokens: int,
+    weight: Weight,
+    rows: Span,
+    runs: Any,
+    bias: Any,
+    outputs: Any,
+    packed: Any,
+    sums: Any,
+) -> None:
+    many, few = zeros_for(64, inputs), zeros_for(16, inputs)
+    token = 0
+    while token < tokens:
+        part = (inputs, (token, tokens), weight, rows, runs, bias, outputs, packed, sums)
+        if tokens - token > lanes_of(few):
+            token += _spmm_t_of_group(many, *part)
+        elif tokens - token > 8:
+            token += _spmm_t_of_group(few, *part)
+        else:
+            token += _spmm_t_of_group(zeros_for(8, inputs), *part)
+
+
+@compiled
+def _spmm_t_of_group(
     zero: Any,
     inputs: Any,
     tokens: Span,
     weight: Weight,
     rows: Span,
-    start: int,
+    runs: Any,
     bias: Any,
     outputs: Any,
     packed: Any,
@@ -95,26 +157,21 @@ def _spmm_t(
     lanes, width = lanes_of(zero), weight.width
     token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
     values, offsets = pointer_to(weight.values), pointer_to(weight.offsets)
-    vectors = pointer_to(packed)
-    entries = np.empty(ROWS, np.intp)
     _pack(inputs, token * width, width, group, width, packed, lanes)
-    for top in range(rows[0], rows[1], ROWS):
-        number = min(ROWS, rows[1] - top)
-        ahead = start = first_entries(weight, top, number, start, entries)
+    run = 0
+    for top in range(rows[0], rows[1], ROWS_OF_SUMS):
+        number = min(ROWS_OF_SUMS, rows[1] - top)
         for row in range(number):
             store(broadcast(zero, bias[top + row] if len(bias) else 0.0), sums, row * lanes)
         for segment in range(segments_of(weight)):
-            features = segment * SEGMENT
-            for row in range(number):
-                entry = item(entries, row)
-                end = entry + nnz_in(weight, top + row, segment)
-                entries[row] = end
-                prefetch_entries(weight, ahead)
-                ahead += end - entry
+            features = pointer_to(packed[segment * SEGMENT * lanes :])
+            for _ in range(number):
+                row, entries = read_run(runs, run)
+                prefetch_run(weight, runs, run)
                 total = load(zero, sums, row * lanes)
-                place = vectors, features
-                total = _add_products(total, values, offsets, (entry, end), place)
+                total = _add_products(total, values, offsets, entries, features)
                 store(total, sums, row * lanes)
+                run += 1
         to = token * weight.height + top
         _transpose(sums, 0, lanes, number, group, outputs, to, weight.height)
     return int(group)
@@ -128,7 +185,7 @@ def _add_products(total: Any, values: Any, offsets: Any, entries: Any, features:
         values: the unpruned values.
         offsets: their offsets in the segment.
         entries: the first of them, and the one after the last.
-        features: the packed features, and the segment's first one.
+        features: the packed features of the segment.
     """
     raise NotImplementedError
 
@@ -139,112 +196,110 @@ def _add_products_of_dtype(total: Any, values: Any, *_: Any) -> Any:
 
 
 def _add_float32(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
-    packed, first = features
-    for k in range(entries[0], entries[1]):
-        feature = load(total, packed, (first + item(offsets, k)) * lanes_of(total))
+    (k, end), lanes = entries, lanes_of(total)
+    while k + 4 <= end:
+        a, b, c, d = four_offsets(offsets, k)
+        feature = load(total, features, a * lanes)
+        total = multiply_add(broadcast(total, item(values, k)), feature, total)
+        feature = load(total, features, b * lanes)
+        total = multiply_add(broadcast(total, item(values, k + 1)), feature, total)
+        feature = load(total, features, c * lanes)
+        total = multiply_add(broadcast(total, item(values, k + 2)), feature, total)
+        feature = load(total, features, d * lanes)
+        total = multiply_add(broadcast(total, item(values, k + 3)), feature, total)
+        k += 4
+    if k + 2 <= end:
+        feature = load(total, features, np.intp(item(offsets, k)) * lanes)
+        total = multiply_add(broadcast(total, item(values, k)), feature, total)
+        feature = load(total, features, np.intp(item(offsets, k + 1)) * lanes)
+        total = multiply_add(broadcast(total, item(values, k + 1)), feature, total)
+        k += 2
+    if k < end:
+        feature = load(total, features, np.intp(item(offsets, k)) * lanes)
         total = multiply_add(broadcast(total, item(values, k)), feature, total)
     return total
 
 
 def _add_bfloat16(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
-    (packed, first), (k, end) = features, entries
+    (k, end), lanes = entries, lanes_of(total)
     while k + 2 <= end:
-        a = (first + item(offsets, k)) * lanes_of(total)
-        b = (first + item(offsets, k + 1)) * lanes_of(total)
-        total = add_two_products(total, values, k, packed, (a, b))
+        a, b = np.intp(item(offsets, k)) * lanes, np.intp(item(offsets, k + 1)) * lanes
+        total = add_two_products(total, values, k, features, (a, b))
         k += 2
     if k < end:
-        a = (first + item(offsets, k)) * lanes_of(total)
-        total = add_two_products(total, values, k, packed, (a,))
+        place = np.intp(item(offsets, k)) * lanes
+        total = add_two_products(total, values, k, features, (place,))
     return total
-
-
-@compiled
-def transpose_weight(weight: Weight, columns: Span, counts: Any, offsets: Any, values: Any) -> None:
-    """Write some columns of a weight as rows of its transpose, in the arrays of a ``Weight``.
-
-    Args:
-        weight: the weight.
-        columns: the first column, a multiple of ``SEGMENT``, and the one after the last.
-        counts: the counts of the whole transpose; those of these columns are written.
-        offsets: memory for as many offsets as the weight has.
-        values: memory for as many values.
-    """
-    height, segments = weight.height, segments_of(weight)
-    pieces = (height + SEGMENT - 1) // SEGMENT
-    starts = np.empty(height * segments, np.intp)
-    total = 0
-    for i in range(height * segments):
-        starts[i] = total
-        total += item(weight.counts, i)
-    places = np.empty(SEGMENT, np.intp)
-    total = 0
-    for first in range(columns[0], columns[1], SEGMENT):
-        segment, last = first // SEGMENT, min(first + SEGMENT, columns[1])
-        counts[first * pieces : last * pieces] = 0
-        for row in range(height):
-            entry = item(starts, row * segments + segment)
-            for k in range(entry, entry + nnz_in(weight, row, segment)):
-                column = first + np.intp(item(weight.offsets, k))
-                counts[column * pieces + row // SEGMENT] += 1
-        for column in range(first, last):
-            places[column - first] = total
-            for i in range(column * pieces, (column + 1) * pieces):
-                total += item(counts, i)
-        for row in range(height):
-            entry = item(starts, row * segments + segment)
-            for k in range(entry, entry + nnz_in(weight, row, segment)):
-                column = np.intp(item(weight.offsets, k))
-                place = item(places, column)
-                places[column] = place + 1
-                offsets[place], values[place] = row % SEGMENT, item(weight.values, k)
 
 
 @compiled
 def spmm(inputs: Any, tokens: Span, weight: Weight, bias: Any, outputs: Any, packed: Any) -> None:
     """Compute some rows of ``inputs @ weight + bias``."""
+    runs = runs_of(weight, (0, weight.height), 0, ROWS_OF_FACTORS)
     token, end = tokens
     while token < end:
-        part = (inputs, (token, end), weight, bias, outputs, packed)
+        part = (inputs, (token, end), weight, runs, bias, outputs, packed)
         if end - token > 16:
-            token += _spmm(zeros(64), *part)
+            token += _spmm_of_group(zeros(64), *part)
         elif end - token > 8:
-            token += _spmm(zeros(16), *part)
+            token += _spmm_of_group(zeros(16), *part)
         else:
-            token += _spmm(zeros(8), *part)
+            token += _spmm_of_group(zeros(8), *part)
 
 
 @compiled
-def _spmm(
-    zero: Any, inputs: Any, tokens: Span, weight: Weight, bias: Any, outputs: Any, packed: Any
+def _spmm_of_group(
+    zero: Any,
+    inputs: Any,
+    tokens: Span,
+    weight: Weight,
+    runs: Any,
+    bias: Any,
+    outputs: Any,
+    packed: Any,
 ) -> int:
     lanes, height, width = lanes_of(zero), weight.height, weight.width
     token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
     factors = packed[width * lanes :]
-    entries = np.empty(ROWS, np.intp)
+    values, offsets = pointer_to(weight.values), pointer_to(weight.offsets)
     for column in range(width):
         store(broadcast(zero, bias[column] if len(bias) else 0.0), packed, column * lanes)
-    start = 0
-    for top in range(0, height, ROWS):
-        number = min(ROWS, height - top)
-        ahead = start = first_entries(weight, top, number, start, entries)
+    run = 0
+    for top in range(0, height, ROWS_OF_FACTORS):
+        number = min(ROWS_OF_FACTORS, height - top)
         _pack(inputs, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments_of(weight)):
-            features = segment * SEGMENT
+            sums = pointer_to(packed[segment * SEGMENT * lanes :])
             for row in range(number):
-                entry = item(entries, row)
-                end = entry + nnz_in(weight, top + row, segment)
-                entries[row] = end
-                prefetch_entries(weight, ahead)
-                ahead += end - entry
+                _, entries = read_run(runs, run)
+                prefetch_run(weight, runs, run)
                 factor = load(zero, factors, row * lanes)
-                for k in range(entry, end):
-                    place = (features + item(weight.offsets, k)) * lanes
-                    total = load(zero, packed, place)
-                    total = multiply_add(broadcast(zero, item(weight.values, k)), factor, total)
-                    store(total, packed, place)
+                _add_to_sums(sums, values, offsets, entries, factor)
+                run += 1
     _transpose(packed, 0, lanes, width, group, outputs, token * width, width)
     return int(group)
+
+
+@compiled
+def _add_to_sums(sums: Any, values: Any, offsets: Any, entries: Span, factor: Any) -> None:
+    """Add the products of a row's values in a segment with its factor to the sums of columns."""
+    (k, end), lanes = entries, lanes_of(factor)
+    while k + 4 <= end:
+        a, b, c, d = four_offsets(offsets, k)
+        _add_product(sums, a * lanes, item(values, k), factor)
+        _add_product(sums, b * lanes, item(values, k + 1), factor)
+        _add_product(sums, c * lanes, item(values, k + 2), factor)
+        _add_product(sums, d * lanes, item(values, k + 3), factor)
+        k += 4
+    while k < end:
+        _add_product(sums, np.intp(item(offsets, k)) * lanes, item(values, k), factor)
+        k += 1
+
+
+@compiled
+def _add_product(sums: Any, place: int, value: Any, factor: Any) -> None:
+    total = load(factor, sums, place)
+    store(multiply_add(broadcast(factor, value), factor, total), sums, place)
 
 
 @compiled
@@ -252,100 +307,65 @@ def sddmm(
     left: Any, right: Any, tokens: int, weight: Weight, rows: Span, start: int, packed: Any
 ) -> None:
     """Add the unpruned entries of some rows of ``left.t() @ right`` to the values of ``weight``."""
+    runs = runs_of(weight, rows, start, ROWS_OF_FACTORS)
+    if tokens > FEW_TOKENS:
+        sort_runs(runs, weight, rows, ROWS_OF_FACTORS)
     many, few = operands_for(64, left), operands_for(16, left)
     token = 0
     while token < tokens:
-        part = (left, right, (token, tokens), weight, rows, start, packed)
+        part = (left, right, (token, tokens), weight, rows, runs, packed)
         if tokens - token > lanes_of(many):
-            token += _sddmm(operands_for(_LANES_OF_SDDMM, left), *part)
+            token += _sddmm_of_group(operands_for(_LANES_OF_SDDMM, left), *part)
         elif tokens - token > lanes_of(few):
-            token += _sddmm(many, *part)
+            token += _sddmm_of_group(many, *part)
         else:
-            token += _sddmm(few, *part)
+            token += _sddmm_of_group(few, *part)
 
 
 @compiled
-def _sddmm(
+def _sddmm_of_group(
     zero: Any,
     left: Any,
     right: Any,
     tokens: Span,
     weight: Weight,
     rows: Span,
-    start: int,
+    runs: Any,
     packed: Any,
 ) -> int:
     lanes, height, width = lanes_of(zero), weight.height, weight.width
     token, group = tokens[0], min(lanes, tokens[1] - tokens[0])
     factors, offsets = packed[width * lanes :], pointer_to(weight.offsets)
-    products, vectors = pointer_to(weight.values), pointer_to(packed)
-    entries = np.empty(ROWS, np.intp)
+    products = pointer_to(weight.values)
     _pack(right, token * width, width, group, width, packed, lanes)
-    for top in range(rows[0], rows[1], ROWS):
-        number = min(ROWS, rows[1] - top)
-        start = first_entries(weight, top, number, start, entries)
+    run = 0
+    for top in range(rows[0], rows[1], ROWS_OF_FACTORS):
+        number = min(ROWS_OF_FACTORS, rows[1] - top)
         _pack(left, token * height + top, height, group, number, factors, lanes)
         for segment in range(segments_of(weight)):
-            features = segment * SEGMENT
-            for row in range(number):
-                entry = item(entries, row)
-                end = entry + nnz_in(weight, top + row, segment)
-                entries[row] = end
+            features = pointer_to(packed[segment * SEGMENT * lanes :])
+            for _ in range(number):
+                row, entries = read_run(runs, run)
                 factor = load(zero, factors, row * lanes)
-                _add_dots(products, (entry, end), factor, vectors, (offsets, features))
+                _add_dots(products, entries, factor, features, offsets)
+                run += 1
     return int(group)
 
 
 @compiled
-def _add_dots(products: Any, entries: Span, factor: Any, packed: Any, offsets: Any) -> None:
+def _add_dots(products: Any, entries: Span, factor: Any, features: Any, offsets: Any) -> None:
     """Add the dot products of a row's vector with the features of some unpruned entries.
 
-    Four at a time share the instructions that add a vector's own numbers. ``offsets`` are the
-    array of offsets, and the feature from which they count.
+    Four at a time share the instructions that add a vector's own numbers.
     """
-    lanes, (array, first) = lanes_of(factor), offsets
-    k, end = entries
+    (k, end), lanes = entries, lanes_of(factor)
     while k + 4 <= end:
-        a = (first + item(array, k)) * lanes
-        b = (first + item(array, k + 1)) * lanes
-        c = (first + item(array, k + 2)) * lanes
-        d = (first + item(array, k + 3)) * lanes
-        add_dots(products, k, factor, packed, (a, b, c, d))
+        a, b, c, d = four_offsets(offsets, k)
+        add_dots(products, k, factor, features, (a * lanes, b * lanes, c * lanes, d * lanes))
         k += 4
     while k < end:
-        add_dots(products, k, factor, packed, ((first + item(array, k)) * lanes,))
+        add_dots(products, k, factor, features, (np.intp(item(offsets, k)) * lanes,))
         k += 1
-
-
-@compiled
-def segments_of(weight: Weight) -> int:
-    """Return the number of segments of a row."""
-    return (weight.width + SEGMENT - 1) // SEGMENT
-
-
-@compiled
-def nnz_in(weight: Weight, row: int, segment: int) -> int:
-    """Return the number of unpruned entries in a segment of a row."""
-    nnz: int = item(weight.counts, row * segments_of(weight) + segment)
-    return nnz
-
-
-@compiled
-def first_entries(weight: Weight, top: int, rows: int, start: int, entries: Any) -> int:
-    """Write the first unpruned entry of each of some rows; return the first one after them."""
-    for row in range(rows):
-        entries[row] = start
-        for segment in range(segments_of(weight)):
-            start += nnz_in(weight, top + row, segment)
-    return start
-
-
-@compiled
-def prefetch_entries(weight: Weight, entry: int) -> None:
-    """Prefetch a row's values of a segment: the processor does not foresee where they are."""
-    prefetch(weight.values, entry)
-    prefetch(weight.values, entry + 16)
-    prefetch(weight.offsets, entry)
 
 
 def _pack(

@@ -146,6 +146,28 @@ def item(_: Any, array: Any, offset: Any) -> Any:
 
 
 @intrinsic
+def four_offsets(_: Any, offsets: Any, at: Any) -> Any:
+    """Return four consecutive numbers of the flat array ``offsets``, uint8, by one load.
+
+    The products are bound by loads.
+    """
+    tuple_type = types.UniTuple(types.intp, 4)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = llvm.pointer(context, builder, signature.args[0], *args)
+        word = builder.load(builder.bitcast(place, llvm.INT32.as_pointer()), align=1)
+        size = context.get_value_type(types.intp)
+        shifted = [builder.lshr(word, ir.Constant(llvm.INT32, 8 * i)) for i in range(4)]
+        numbers = [
+            builder.zext(builder.and_(number, ir.Constant(llvm.INT32, 255)), size)
+            for number in shifted
+        ]
+        return context.make_tuple(builder, tuple_type, numbers)
+
+    return tuple_type(offsets, types.intp), generate
+
+
+@intrinsic
 def broadcast(_: Any, like: Any, number: Any) -> Any:
     """Return a vector like ``like`` of which each number is the float32 ``number``."""
 

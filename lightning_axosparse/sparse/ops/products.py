@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.backend import Backend, Processor
-from lightning_axosparse.sparse.kernels import LANES, ROWS, SEGMENT, Weight, kernel_module
+from lightning_axosparse.sparse.kernels import (
+    LANES,
+    ROWS_OF_SUMS,
+    Weight,
+    kernel_module,
+)
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows
 from lightning_axosparse.sparse.store.scratch import scratch
@@ -110,12 +115,12 @@ def load_loops() -> None:
     mask = torch.ones(1, 64, dtype=torch.bool, device="cpu")
     layout = layout_of(mask, "segments")
     assert isinstance(layout, SegmentLayout)
-    for tokens in (1, 2):
-        inputs = torch.zeros(tokens, 64, dtype=torch.float32, device="cpu")
-        values = sddmm(inputs[:, :1], inputs, layout)
-        spmm(spmm_t(inputs, values, layout), values, layout)
+    inputs = torch.zeros(256, 64, dtype=torch.float32, device="cpu")
+    for tokens in (1, 2, _tokens_of_a_transpose(inputs)):
+        values = sddmm(inputs[:tokens, :1], inputs[:tokens], layout)
+        spmm(spmm_t(inputs[:tokens], values, layout), values, layout)
     layout.densify(values)  # for products on panels, where the density is too high
-    inputs = inputs.new_zeros(TOKENS_OF_A_TRANSPOSE, 64, dtype=torch.bfloat16)
+    inputs = inputs.bfloat16()
     if _multiplied_as_bfloat16(inputs):
         values = sddmm(inputs[:, :1], inputs, layout)
         spmm(spmm_t(inputs, values, layout), values, layout)
@@ -146,7 +151,7 @@ def spmm_t(
         if number == 1:
             kernel_module("one_token").one_token_spmm_t(source, *rows, *shared)
         else:
-            memory = _packed(weight, source.dtype)
+            memory = _packed(weight.width, source.dtype)
             kernel_module("products").spmm_t(source, number, *rows, *shared, *memory)
 
     run_in_threads(part, weight.height, block_rows(layout.shape), number * layout.nnz)
@@ -168,45 +173,50 @@ def spmm(
         A tensor of shape ``(..., columns)``.
     """
     number = inputs.shape[:-1].numel()
-    if number >= TOKENS_OF_A_TRANSPOSE and _multiplied_as_bfloat16(inputs):
+    if number >= _tokens_of_a_transpose(inputs):
         return _transposed_spmm_t(inputs, values, layout, bias)
     weight = kernel_weight(layout, values)
     result = reusable_empty((*inputs.shape[:-1], weight.width))
-    source, shared = _flat(inputs), (weight, _bias(bias), _flat(result))
+    source, shared = _flat(inputs), (_bias(bias), _flat(result))
+    if number == 1:
+        kernel_module("one_token").one_token_spmm(source, weight, *shared)
+        return _like(result, inputs)
 
     def part(first: int, last: int) -> None:
-        if number == 1:
-            kernel_module("one_token").one_token_spmm(source, *shared)
-        else:
-            kernel_module("products").spmm(source, (first, last), *shared, _memory(weight))
+        kernel_module("products").spmm(
+            source, (first, last), weight, *shared, _memory(weight.width)
+        )
 
-    run_in_threads(part, number, ROWS, number * layout.nnz)
+    run_in_threads(part, number, LANES // 2, number * layout.nnz)
     return _like(result, inputs)
 
 
-TOKENS_OF_A_TRANSPOSE = 128
-"""With fewer tokens, transposing a weight takes longer than products in bfloat16 save."""
+def _tokens_of_a_transpose(inputs: Tensor) -> int:
+    """Return with how many tokens products save the time that transposing a weight takes.
+
+    :func:`spmm` adds each product to another sum, of which a processor stores half as many as it
+    reads.
+    """
+    return 128 if _multiplied_as_bfloat16(inputs) else 256
 
 
 def _transposed_spmm_t(
     inputs: Tensor, values: Tensor, layout: SegmentLayout, bias: Tensor | None
 ) -> Tensor:
-    """Compute :func:`spmm` as the :func:`spmm_t` of the transpose, which is made each time."""
-    weight = Weight(*layout.read_by_loops, _bits(values))
-    source, number = _bits(inputs), inputs.shape[:-1].numel()
+    """Compute :func:`spmm` as the :func:`spmm_t` of the transpose, to the same bits in float32."""
+    number = inputs.shape[:-1].numel()
+    flat = _flat_for(inputs, number)
+    weight, source = Weight(*layout.read_by_loops, flat(values)), flat(inputs)
     result = reusable_empty((*inputs.shape[:-1], weight.width))
-    counts = np.empty(weight.width * -(-weight.height // SEGMENT), np.int16)
     shared = _bias(bias), _flat(result)
 
     def part(first: int, last: int) -> None:
-        offsets, copied = _memory_of_transpose(layout.nnz)
-        loops = kernel_module("products")
-        loops.transpose_weight(weight, (first, last), counts, offsets, copied)
-        transpose = Weight(counts, offsets, weight.width, weight.height, copied)
-        memory = _packed(transpose, source.dtype)
-        loops.spmm_t(source, number, transpose, (first, last), 0, *shared, *memory)
+        transpose = (first, last), _memory_of_transpose(layout.nnz, source.dtype)
+        memory = _packed(weight.height, source.dtype)
+        loop = kernel_module("products").transposed_spmm_t
+        loop(source, number, weight, *transpose, *shared, *memory)
 
-    run_in_threads(part, weight.width, SEGMENT, number * layout.nnz)
+    run_in_threads(part, weight.width, ROWS_OF_SUMS, number * layout.nnz)
     return _like(result, inputs)
 
 
@@ -227,7 +237,7 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
 
     def part(first: int, last: int) -> None:
         rows = (first, last), _entries_before(layout, first)
-        packed = _memory(weight).view(factors[0].dtype)
+        packed = _memory(weight.width).view(factors[0].dtype)
         kernel_module("products").sddmm(*factors, tokens, weight, *rows, packed)
 
     run_in_threads(part, weight.height, block_rows(layout.shape), tokens * layout.nnz)
@@ -268,22 +278,23 @@ def _like(result: Tensor, inputs: Tensor) -> Tensor:
     return result if inputs.dtype == torch.float32 else result.to(inputs.dtype)
 
 
-def _memory(weight: Weight) -> Any:
-    size = (weight.width + ROWS) * LANES
+def _memory(width: int) -> Any:
+    """Return memory for packed features, and for a vector for each row of a block."""
+    size = (width + ROWS_OF_SUMS) * LANES
     return scratch.take("packed", size, torch.float32, torch.device("cpu")).numpy()
 
 
-def _packed(weight: Weight, dtype: Any) -> tuple[Any, Any]:
+def _packed(width: int, dtype: Any) -> tuple[Any, Any]:
     """Return memory for packed inputs of a dtype, and for sums."""
-    memory, size = _memory(weight), weight.width * LANES
+    memory, size = _memory(width), width * LANES
     return memory[:size].view(dtype), memory[size:]
 
 
-def _memory_of_transpose(nnz: int) -> tuple[Any, Any]:
+def _memory_of_transpose(nnz: int, dtype: Any) -> tuple[Any, Any]:
     """Return memory for the offsets and the values of a transpose."""
-    size = 3 * nnz + nnz % 2
-    memory = scratch.take("transpose", size, torch.uint8, torch.device("cpu")).numpy()
-    return memory[:nnz], memory[nnz + nnz % 2 :].view(np.uint16)
+    size = nnz * dtype.itemsize
+    memory = scratch.take("transpose", size + nnz, torch.uint8, torch.device("cpu")).numpy()
+    return memory[size:], memory[:size].view(dtype)
 
 
 def _entries_before(layout: Layout, row: int) -> int:
