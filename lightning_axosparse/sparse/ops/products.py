@@ -35,7 +35,7 @@ Densities = Mapping[str, float]
 "one_token" is the one of ``spmm_t`` and ``spmm`` with a single token.
 """
 
-_USUAL: Densities = {"spmm_t": 0.4, "spmm": 0.3, "sddmm": 0.3, "one_token": 1.0}
+_USUAL: Densities = {"spmm_t": 0.5, "spmm": 0.4, "sddmm": 0.4, "one_token": 1.0}
 _QUARTER: Densities = {"spmm_t": 0.25, "spmm": 0.25, "sddmm": 0.25, "one_token": 1.0}
 _PAIRED: Densities = {"spmm_t": 0.4, "spmm": 0.25, "sddmm": 0.3, "one_token": 1.0}
 _ALWAYS: Densities = dict.fromkeys(_USUAL, 1.0)
