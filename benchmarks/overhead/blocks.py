@@ -20,7 +20,9 @@ from torch.nn import functional as F
 
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse.sparse.kernels import SEGMENT
-from lightning_axosparse.sparse.kernels.vectors import (
+from lightning_axosparse.sparse.ops import products
+from lightning_axosparse.sparse.store.formats import layout_of
+from lightning_axosparse.support.vectors import (
     broadcast,
     compiled,
     item,
@@ -29,8 +31,6 @@ from lightning_axosparse.sparse.kernels.vectors import (
     store,
     zeros,
 )
-from lightning_axosparse.sparse.ops import products
-from lightning_axosparse.sparse.store.formats import layout_of
 
 LANES, ROWS = 16, 4
 

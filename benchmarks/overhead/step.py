@@ -3,9 +3,10 @@
     python -m benchmarks.overhead.step
 
 Tokens are in sequences of 512 at most. With ``--threads 2`` times are those of the clock. Shares
-are of the faster dense block: with torch's own products, or with those of oneDNN. The pruned ones
-take oneDNN's where a run does. Prints a Markdown table. ``--precision bf16-mixed`` runs under
-autocast, ``--compute`` chooses the pruned block's products.
+are of the faster dense block: with torch's own products and attention, or with those that a run
+takes on AMD's processors with AVX-512. The pruned ones take what a run does. Prints a Markdown
+table. ``--precision bf16-mixed`` runs under autocast, ``--compute`` chooses the pruned block's
+products.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -24,6 +25,7 @@ from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.sparse.backend import COMPUTES, Compute
+from lightning_axosparse.support.attention import attention_in_loops
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 
 SEQUENCE = 512
@@ -35,6 +37,12 @@ def pruned(block: nn.Module, ratio: float, compute: Compute) -> nn.Module:
     masks = {name: torch.rand(shape) > ratio for name, shape in shapes.items()}
     sparsify(block, masks, compute=compute)
     return block
+
+
+@contextmanager
+def replaced_products() -> Iterator[None]:
+    with by_onednn(), attention_in_loops():
+        yield
 
 
 def run_in(products: Callable[[], AbstractContextManager[None]], run: Callable[[], None]) -> None:
@@ -67,9 +75,10 @@ def whole_step(block: nn.Module, inputs: Tensor, mixed: bool) -> Callable[[], No
 def rows(width: int, tokens: int, options: argparse.Namespace) -> Iterator[str]:
     torch.manual_seed(0)
     dense = Block(width, heads=max(1, width // 64), dropout=0.0)
-    chosen = by_onednn if onednn_is_faster(p.shape for p in dense.parameters()) else nullcontext
+    faster = onednn_is_faster(p.shape for p in dense.parameters())
+    chosen = replaced_products if faster else nullcontext
     blocks = {"torch": dense, "oneDNN": copy.deepcopy(dense)}
-    products = {"torch": nullcontext, "oneDNN": by_onednn}
+    products = {"torch": nullcontext, "oneDNN": replaced_products}
     for ratio in options.ratios:
         blocks[f"{ratio:.0%}"] = pruned(dense, ratio, options.compute)
     length = min(tokens, SEQUENCE)

@@ -55,6 +55,7 @@ from lightning_axosparse.strategy.validation import (
     validate_optimizers,
     validate_run,
 )
+from lightning_axosparse.support.attention import attention_in_loops
 from lightning_axosparse.support.deferred_init import DeferredInit
 from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
 from lightning_axosparse.support.files import restoring
@@ -221,15 +222,17 @@ class PipelineStrategy(MPIStrategy):
         log(f"{grid}: {layers}{free:,.1f} GB of memory free.")
 
     def _choose_products(self) -> None:
-        """Run large dense products by oneDNN until teardown, if that is faster on all ranks."""
+        """Replace large dense products and attention until teardown, if all ranks gain by it."""
         shapes = (parameter.shape for parameter in owned_parameters(self._module))
         faster = self.root_device.type == "cpu" and onednn_is_faster(shapes)
         if self.reduce_boolean_decision(faster):
             rank_zero_debug(
-                "Large float32 products of matrices run by oneDNN, which takes less time than MKL "
-                "on this processor. With torch.backends.mkldnn.enabled = False they run by MKL."
+                "Large float32 products of matrices run by oneDNN, and attention runs in compiled "
+                "loops. Both take less time than MKL on this processor. With "
+                "torch.backends.mkldnn.enabled = False they run by MKL."
             )
             self._undo.enter_context(by_onednn())
+            self._undo.enter_context(attention_in_loops())
 
     def _configure_optimizers(self, trainer: pl.Trainer) -> None:
         """Call ``configure_optimizers``, to which sparse weights show their dense shape."""

@@ -9,17 +9,17 @@ schedules and runs. ``benchmarks/overhead/dense_products.py`` compares the two.
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
+from lightning_axosparse.support.patched import kernels_replaced
 from lightning_axosparse.support.torch_internals import onednn_product
 
 MIN_MULTIPLICATIONS = 2**22
@@ -49,19 +49,9 @@ def onednn_is_faster(shapes: Iterable[torch.Size]) -> bool:
     return any(len(shape) > 1 and shape.numel() >= MIN_WEIGHT for shape in shapes)
 
 
-@contextmanager
-def by_onednn() -> Iterator[None]:
+def by_onednn() -> AbstractContextManager[None]:
     """Run the large float32 products of this process by oneDNN inside the context."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name, kernel in _KERNELS.items():
-            own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
-            library.impl(name, partial(kernel, own), "CPU", with_keyset=True, allow_override=True)
-    try:
-        yield
-    finally:
-        del library  # This restores torch's own kernels.
+    return kernels_replaced(_KERNELS)
 
 
 def _amd_with_avx512() -> bool:

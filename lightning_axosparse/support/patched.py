@@ -1,12 +1,14 @@
-"""Replaces an attribute of an object, or the ``forward`` of a module but not of its copies."""
+"""Replaces attributes, the ``forward`` of a module but not of its copies, or kernels of torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -22,6 +24,26 @@ def patched(owner: object, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, own[name])
         else:
             delattr(owner, name)
+
+
+@contextmanager
+def kernels_replaced(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replace torch's CPU kernels of operators inside the context.
+
+    Args:
+        kernels: operator of ``aten`` -> its kernel, which is called with torch's own, the dispatch
+            keys, which torch's own takes, and the operator's arguments.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, kernel in kernels.items():
+            own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+            library.impl(name, partial(kernel, own), "CPU", with_keyset=True, allow_override=True)
+    try:
+        yield
+    finally:
+        del library  # This restores torch's own kernels.
 
 
 Forward = Callable[..., Any]

@@ -9,8 +9,9 @@ import numba
 import pytest
 import torch
 
-from lightning_axosparse.sparse.kernels import reference, vectors
+from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.formats import layout_of
+from lightning_axosparse.support import vectors
 from lightning_axosparse.support.trace import clock
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +81,7 @@ def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):
     with vectors.announced_compilation():
         assert two(1) == 3
         assert two(1.0) == 3.0
-    assert said == ["Compiling loops for sparse weights: only the first time on a machine."]
+    assert said == ["Compiling loops: only the first time on a machine."]
     with vectors.announced_compilation():
         assert two(1) == 3  # compiled before
     assert len(said) == 1

@@ -22,7 +22,7 @@ import numpy as np
 
 from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight
 from lightning_axosparse.sparse.kernels.runs import nnz_in, segments_of
-from lightning_axosparse.sparse.kernels.vectors import (
+from lightning_axosparse.support.vectors import (
     add_dots,
     broadcast,
     compiled,

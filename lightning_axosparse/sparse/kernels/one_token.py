@@ -19,15 +19,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight, llvm
-from lightning_axosparse.sparse.kernels.llvm import HAS_AVX512, REGISTER
+from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight
 from lightning_axosparse.sparse.kernels.runs import (
     first_entries,
     nnz_in,
     prefetch_entries,
     segments_of,
 )
-from lightning_axosparse.sparse.kernels.vectors import (
+from lightning_axosparse.support import llvm
+from lightning_axosparse.support.llvm import HAS_AVX512, REGISTER
+from lightning_axosparse.support.vectors import (
     broadcast,
     compiled,
     item,

@@ -41,7 +41,6 @@ from lightning_axosparse.sparse.kernels import (
     Span,
     Weight,
 )
-from lightning_axosparse.sparse.kernels.llvm import PAIRS, REGISTER
 from lightning_axosparse.sparse.kernels.runs import (
     FEW_TOKENS,
     prefetch_run,
@@ -51,7 +50,9 @@ from lightning_axosparse.sparse.kernels.runs import (
     sort_runs,
     transpose_weight,
 )
-from lightning_axosparse.sparse.kernels.vectors import (
+from lightning_axosparse.support.llvm import HAS_BFLOAT16 as HAS_BFLOAT16
+from lightning_axosparse.support.llvm import PAIRS, REGISTER
+from lightning_axosparse.support.vectors import (
     add_dots,
     add_two_products,
     broadcast,
@@ -66,7 +67,7 @@ from lightning_axosparse.sparse.kernels.vectors import (
     place_of,
     pointer_to,
     store,
-    transpose,
+    transpose_matrix,
     zeros,
     zeros_for,
 )
@@ -173,7 +174,7 @@ def _spmm_t_of_group(
                 store(total, sums, row * lanes)
                 run += 1
         to = token * weight.height + top
-        _transpose(sums, 0, lanes, number, group, outputs, to, weight.height)
+        transpose_matrix(sums, 0, lanes, number, group, outputs, to, weight.height)
     return int(group)
 
 
@@ -276,7 +277,7 @@ def _spmm_of_group(
                 factor = load(zero, factors, row * lanes)
                 _add_to_sums(sums, values, offsets, entries, factor)
                 run += 1
-    _transpose(packed, 0, lanes, width, group, outputs, token * width, width)
+    transpose_matrix(packed, 0, lanes, width, group, outputs, token * width, width)
     return int(group)
 
 
@@ -386,7 +387,7 @@ def _pack_dtype(source: Any, *_: Any) -> Any:
 def _pack_float32(
     source: Any, at: Any, stride: Any, tokens: Any, features: Any, packed: Any, lanes: Any
 ) -> None:
-    _transpose(source, at, stride, tokens, features, packed, 0, lanes)
+    transpose_matrix(source, at, stride, tokens, features, packed, 0, lanes)
     for feature in range(features):
         for token in range(tokens, lanes):
             packed[feature * lanes + token] = 0
@@ -410,25 +411,3 @@ def _pack_bfloat16(
             for row in range(PAIRS):
                 place = feature * lanes + token + place_of(row)
                 packed[place] = item(block, line + row * step + feature)
-
-
-@compiled
-def _transpose(
-    source: Any, at: int, stride: int, rows: int, columns: int, target: Any, to: int, step: int
-) -> None:
-    """Transpose a matrix whose rows are ``stride`` apart to rows that are ``step`` apart.
-
-    Of the two, the one whose rows are further apart is walked row by row: at a distance of 4096
-    bytes, they fall into the same few lines of the first cache.
-    """
-    whole_rows, whole_columns = rows // REGISTER * REGISTER, columns // REGISTER * REGISTER
-    swap = step > stride
-    outer, inner = (whole_columns, whole_rows) if swap else (whole_rows, whole_columns)
-    for first in range(0, outer, REGISTER):
-        for second in range(0, inner, REGISTER):
-            row, column = (second, first) if swap else (first, second)
-            place = to + row + column * step
-            transpose(source, at + row * stride + column, stride, target, place, step)
-    for row in range(rows):
-        for column in range(whole_columns if row < whole_rows else 0, columns):
-            target[to + column * step + row] = item(source, at + row * stride + column)

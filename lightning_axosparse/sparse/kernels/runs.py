@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from lightning_axosparse.sparse.kernels import ROWS_OF_SUMS, SEGMENT, Span, Weight
-from lightning_axosparse.sparse.kernels.vectors import compiled, item, prefetch
+from lightning_axosparse.support.vectors import compiled, item, prefetch
 
 FEW_TOKENS = 64
 """Up to so many tokens, sorting runs takes longer than it saves."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.sparse.kernels import SEGMENT
-from lightning_axosparse.sparse.kernels.vectors import compiled, item
+from lightning_axosparse.support.vectors import compiled, item
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Entries are moved as integers of their size: NumPy has no bfloat16."""

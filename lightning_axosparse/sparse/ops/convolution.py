@@ -23,12 +23,13 @@ from torch.nn import grad as dense_gradients
 
 from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.kernels import kernel_module, reference
-from lightning_axosparse.sparse.ops.products import can_read, kernel_weight, run_in_threads
+from lightning_axosparse.sparse.ops.products import can_read, kernel_weight
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import INT32_ENTRIES, Layout, check_unchanged
 from lightning_axosparse.sparse.store.materialize import DenseForm, autocast_dtype
 from lightning_axosparse.sparse.store.scratch import Use, scratch
 from lightning_axosparse.sparse.store.weight import sparse_weight
+from lightning_axosparse.support.threads import run_in_threads
 from lightning_axosparse.support.torch_internals import (
     backward_transformed,
     batched,

@@ -6,11 +6,8 @@ the panels of ``panels.py`` and against a dense weight.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -28,6 +25,7 @@ from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows
 from lightning_axosparse.sparse.store.scratch import scratch
 from lightning_axosparse.support.memory import reusable_empty, reusable_zeros
+from lightning_axosparse.support.threads import run_in_threads
 
 Densities = Mapping[str, float]
 """The largest density at which each product runs on unpruned values.
@@ -250,7 +248,7 @@ def kernel_weight(layout: SegmentLayout, values: Tensor) -> Weight:
 
 
 def _multiplied_as_bfloat16(operand: Tensor) -> bool:
-    return operand.dtype == torch.bfloat16 and kernel_module("llvm").HAS_BFLOAT16
+    return operand.dtype == torch.bfloat16 and kernel_module("products").HAS_BFLOAT16
 
 
 def _flat_for(operand: Tensor, tokens: int) -> Callable[[Tensor], Any]:
@@ -299,40 +297,3 @@ def _memory_of_transpose(nnz: int, dtype: Any) -> tuple[Any, Any]:
 
 def _entries_before(layout: Layout, row: int) -> int:
     return int(layout.starts[row // block_rows(layout.shape)]) if row else 0
-
-
-WORK_OF_A_THREAD = 2**20
-"""Fewer multiplications are not worth another thread."""
-
-
-def run_in_threads(part: Callable[[int, int], None], size: int, multiple: int, work: int) -> None:
-    """Run ``part`` on ranges that make up ``range(size)``.
-
-    Args:
-        part: takes the first number of a range and the one after its last; it may run in several
-            threads at once.
-        size: the number of items to divide.
-        multiple: ranges begin at multiples of this.
-        work: the number of multiplications.
-    """
-    threads = min(torch.get_num_threads(), work // WORK_OF_A_THREAD, -(-size // multiple))
-    if threads < 2:
-        part(0, size)
-        return
-    edges = _edges(size, multiple, threads)
-    others = [_threads().submit(part, *edge) for edge in pairwise(edges[1:])]
-    part(*edges[:2])
-    for other in others:
-        other.result()
-
-
-def _edges(size: int, multiple: int, parts: int) -> Sequence[int]:
-    pieces = -(-size // multiple)
-    return [min(pieces * part // parts * multiple, size) for part in range(parts + 1)]
-
-
-@cache  # One pool for the process, as torch has one.
-def _threads() -> ThreadPoolExecutor:
-    # A forked process no longer has the pool's threads.
-    os.register_at_fork(after_in_child=_threads.cache_clear)
-    return ThreadPoolExecutor(thread_name_prefix="axosparse-product")

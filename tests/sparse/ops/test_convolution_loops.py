@@ -10,9 +10,9 @@ from torch.nn import grad as dense_gradients
 from lightning_axosparse.sparse.backend import Backend
 from lightning_axosparse.sparse.kernels import convolutions
 from lightning_axosparse.sparse.ops import convolution
-from lightning_axosparse.sparse.ops import products as threads_module
 from lightning_axosparse.sparse.ops.convolution import Geometry
 from lightning_axosparse.sparse.store.formats import layout_of
+from lightning_axosparse.support import threads as threads_module
 from tests.sparse.masking import close
 
 pairs = st.tuples(st.integers(1, 3), st.integers(1, 3))

@@ -13,12 +13,12 @@ from transformers.pytorch_utils import Conv1D
 from lightning_axosparse import sparsify
 from lightning_axosparse.sparse import backend as backend
 from lightning_axosparse.sparse.backend import COMPUTES, Backend
-from lightning_axosparse.sparse.kernels import llvm, one_token, products
+from lightning_axosparse.sparse.kernels import one_token, products
 from lightning_axosparse.sparse.ops import panels
 from lightning_axosparse.sparse.ops import products as sparse_products
-from lightning_axosparse.sparse.ops import products as threads_module
 from lightning_axosparse.sparse.ops.products import should_run
 from lightning_axosparse.sparse.store.formats import FORMATS, SegmentLayout, layout_of
+from lightning_axosparse.support import threads as threads_module
 from tests.ranks import PATIENCE, warm_python
 from tests.sparse.masking import close, random_masks, sparse_and_dense
 
@@ -70,7 +70,7 @@ def test_an_entry_of_a_gradient_depends_on_no_other(n):
 @pytest.fixture(params=["by_segments", "by_columns"])
 def loop(request, monkeypatch):
     """Multiplies one token by this loop, whether or not it is this processor's."""
-    if request.param == "by_segments" and not llvm.HAS_AVX512:
+    if request.param == "by_segments" and not one_token.HAS_AVX512:
         pytest.skip("needs AVX-512")
     monkeypatch.setattr(one_token, "one_token_spmm_t", getattr(one_token, request.param))
 
@@ -159,7 +159,7 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
         sparse_products.spmm_t(halves[0], halves[2], layout, torch.zeros(130))
         sparse_products.spmm(halves[1], halves[2], layout)
         sparse_products.sddmm(halves[1], halves[0], layout)
-    dtypes = 2 if llvm.HAS_BFLOAT16 else 1
+    dtypes = 2 if products.HAS_BFLOAT16 else 1
     assert {
         loop.__name__: len(loop.signatures)
         for loop in (products.spmm_t, products.spmm, products.sddmm)
@@ -169,9 +169,9 @@ def test_loading_the_loops_compiles_what_products_of_any_size_run():
     assert len(products.transposed_spmm_t.signatures) == dtypes
 
 
-@pytest.mark.parametrize("has_bfloat16", [False, llvm.HAS_BFLOAT16])
+@pytest.mark.parametrize("has_bfloat16", [False, products.HAS_BFLOAT16])
 def test_loading_the_loops_loads_that_of_panels(has_bfloat16, monkeypatch):
-    monkeypatch.setattr(llvm, "HAS_BFLOAT16", has_bfloat16)
+    monkeypatch.setattr(products, "HAS_BFLOAT16", has_bfloat16)
     dtypes, densify = [], SegmentLayout.densify
     monkeypatch.setattr(
         SegmentLayout,

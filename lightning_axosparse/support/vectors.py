@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import numba
@@ -18,8 +19,8 @@ from numba import types
 from numba.core import cgutils, event
 from numba.extending import intrinsic, models, register_model
 
-from lightning_axosparse.sparse.kernels import llvm
-from lightning_axosparse.sparse.kernels.llvm import PAIRS, REGISTER
+from lightning_axosparse.support import llvm
+from lightning_axosparse.support.llvm import PAIRS, REGISTER
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -189,6 +190,87 @@ def multiply_add(_: Any, left: Any, right: Any, total: Any) -> Any:
 
 
 @intrinsic
+def maximum(_: Any, left: Any, right: Any) -> Any:
+    """Return the larger of each two numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">", *args), *args)
+
+    return left(left, right), generate
+
+
+@intrinsic
+def largest_of(_: Any, vector: Any) -> Any:
+    """Return the largest number of a vector."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(llvm.FLOAT, [vector.ir])
+        name = f"llvm.vector.reduce.fmax.v{vector.lanes}f32"
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def exponential(_: Any, vector: Any) -> Any:
+    """Return e to the power of each number, which is at most 88; zero below -87."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return llvm.exponential(builder, *args)
+
+    return vector(vector), generate
+
+
+@intrinsic(prefer_literal=True)
+def add_tile(
+    _: Any, rows: Any, zero: Any, matrices: Any, place: Any, number: Any, adds: Any
+) -> Any:
+    """Compute a tile of a product of matrices, whose sums stay in registers.
+
+    Args:
+        rows: rows of the tile, a literal.
+        zero: a vector of as many zeros as the tile has columns.
+        matrices: the left and the right one, and the target: tuples of a pointer, the place where
+            the matrix begins, and the steps of its rows and columns. The latter is 1 in the last
+            two.
+        place: the row and the column of the target at which the tile begins.
+        number: columns of the left matrix.
+        adds: whether to add the product to the target instead of writing it.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        unpack = partial(cgutils.unpack_tuple, builder)
+        left, right, target = map(unpack, unpack(args[2]))
+        top, side = unpack(args[3])
+        lines = [builder.add(top, ir.Constant(top.type, row)) for row in range(rows.literal_value)]
+
+        def address(matrix: Any, row: Any, column: Any) -> Any:
+            pointer, first, down, along = matrix
+            steps = builder.add(builder.mul(row, down), builder.mul(column, along))
+            return builder.gep(pointer, [builder.add(first, steps)])
+
+        def vector(matrix: Any, row: Any) -> Any:
+            return llvm.load(builder, zero.ir, address(matrix, row, side))
+
+        right[3] = target[3] = ir.Constant(top.type, 1)
+        totals = [cgutils.alloca_once(builder, zero.ir) for _ in lines]
+        for line, total in zip(lines, totals, strict=True):
+            before = builder.select(args[5], vector(target, line), ir.Constant(zero.ir, None))
+            builder.store(before, total)
+        with cgutils.for_range(builder, args[4]) as loop:
+            other = vector(right, loop.index)
+            for line, total in zip(lines, totals, strict=True):
+                factor = builder.load(address(left, line, loop.index))
+                factor = llvm.splat(builder, factor, zero.lanes)
+                builder.store(llvm.fma(builder, factor, other, builder.load(total)), total)
+        for line, total in zip(lines, totals, strict=True):
+            llvm.store(builder, builder.load(total), address(target, line, side))
+        return context.get_dummy_value()
+
+    return types.void(rows, zero, matrices, place, number, adds), generate
+
+
+@intrinsic
 def add_dots(_: Any, sums: Any, at: Any, factor: Any, features: Any, places: Any) -> Any:
     """Add dot products with a vector to consecutive numbers, each as if it were the only one.
 
@@ -326,6 +408,28 @@ def transpose(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, s
     return types.void(source, place, place, target, place, place), generate
 
 
+@compiled
+def transpose_matrix(
+    source: Any, at: int, stride: int, rows: int, columns: int, target: Any, to: int, step: int
+) -> None:
+    """Transpose a matrix whose rows are ``stride`` apart to rows that are ``step`` apart.
+
+    Of the two, the one whose rows are further apart is walked row by row: at a distance of 4096
+    bytes, they fall into the same few lines of the first cache.
+    """
+    whole_rows, whole_columns = rows // REGISTER * REGISTER, columns // REGISTER * REGISTER
+    swap = step > stride
+    outer, inner = (whole_columns, whole_rows) if swap else (whole_rows, whole_columns)
+    for first in range(0, outer, REGISTER):
+        for second in range(0, inner, REGISTER):
+            row, column = (second, first) if swap else (first, second)
+            place = to + row + column * step
+            transpose(source, at + row * stride + column, stride, target, place, step)
+    for row in range(rows):
+        for column in range(whole_columns if row < whole_rows else 0, columns):
+            target[to + column * step + row] = item(source, at + row * stride + column)
+
+
 @intrinsic
 def interleave(_: Any, source: Any, at: Any, stride: Any, target: Any, to: Any, step: Any) -> Any:
     """Write the transposed of a block of 32 x 32 numbers in bfloat16, with AVX-512.
@@ -397,7 +501,7 @@ class _Announcer(event.Listener):
 
     def on_start(self, event: Any) -> None:
         if not self.announced:
-            rank_zero_info("Compiling loops for sparse weights: only the first time on a machine.")
+            rank_zero_info("Compiling loops: only the first time on a machine.")
         self.announced = True
 
     def on_end(self, event: Any) -> None:

@@ -86,6 +86,32 @@ def fma(builder: Any, left: Any, right: Any, total: Any) -> Any:
     return builder.call(function, [left, right, total])
 
 
+def exponential(builder: Any, power: Any) -> Any:
+    """Return e to the power of each number, which is at most 88; zero below -87.
+
+    The power of 2 of the nearest integer is the exponent's bits, and the rest a polynomial: the
+    coefficients are those of Cephes' ``expf`` (Moshier).
+    """
+    kind, integers = power.type, ir.VectorType(INT32, power.type.count)
+
+    def constant(number: float) -> Any:
+        return ir.Constant(kind, [number] * kind.count)
+
+    nearest = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind]), f"llvm.rint.v{kind.count}f32"
+    )
+    whole = builder.call(nearest, [builder.fmul(power, constant(1.44269504088896341))])
+    rest = fma(builder, whole, constant(-0.693359375), power)
+    rest = fma(builder, whole, constant(2.12194440e-4), rest)
+    result = constant(1.9875691500e-4)
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5):
+        result = fma(builder, result, rest, constant(coefficient))
+    result = fma(builder, builder.fmul(result, rest), rest, builder.fadd(rest, constant(1.0)))
+    bits = builder.shl(builder.fptosi(whole, integers), ir.Constant(integers, [23] * kind.count))
+    result = builder.bitcast(builder.add(builder.bitcast(result, integers), bits), kind)
+    return builder.select(builder.fcmp_ordered("<", power, constant(-87.0)), constant(0.0), result)
+
+
 def add_pairs(builder: Any, left: Any, right: Any, total: Any) -> Any:
     """Add the products of consecutive pairs of bfloat16 to each of 16 numbers, with AVX-512."""
     halves = ir.VectorType(_BFloat(), PAIRS)

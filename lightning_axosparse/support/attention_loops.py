@@ -1,0 +1,289 @@
+"""Computes attention and its gradients on a CPU with AVX-512, a block of queries at a time.
+
+A block's scores are computed, used and dropped, and computed again in the backward pass from the
+logarithms of the softmax's sums, as in FlashAttention (Dao et al., NeurIPS 2022). Each row of
+scores is computed as a whole, because those of a block fit into the caches.
+
+``heads`` are the first of all heads of the batch, and the one after the last. Sizes of heads are
+multiples of ``COLUMNS``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lightning_axosparse.support.vectors import (
+    add_tile,
+    broadcast,
+    compiled,
+    exponential,
+    largest_of,
+    load,
+    maximum,
+    multiply_add,
+    pointer_to,
+    store,
+    total_of,
+    transpose_matrix,
+    zeros,
+)
+
+COLUMNS = 64
+"""Columns of a tile of a product. With six rows, its sums take 24 of the 32 registers."""
+
+_BLOCK = 48
+"""Queries of a block, a multiple of a tile's rows."""
+
+
+class Heads(NamedTuple):
+    """Queries, keys, values, outputs or gradients: shape (batch, heads, tokens, size).
+
+    Attributes:
+        numbers: a flat array, float32.
+        batch: from a sequence of the batch to the next.
+        head: from a head to the next.
+        token: from a token to the next.
+    """
+
+    numbers: Any
+    batch: int
+    head: int
+    token: int
+
+
+class Shape(NamedTuple):
+    """The number of a sequence's heads, and a head's numbers of queries, of keys, and its size."""
+
+    heads: int
+    queries: int
+    keys: int
+    size: int
+
+
+class _Matrix(NamedTuple):
+    """A matrix in a flat array: a pointer, where it begins, and the steps of rows and columns."""
+
+    numbers: Any
+    first: int
+    row: int
+    column: int
+
+
+@compiled
+def attend(
+    shape: Shape,
+    operands: tuple[Heads, Heads, Heads],
+    heads: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    outputs: Heads,
+    logarithms: Any,
+) -> None:
+    """Compute the outputs of some heads, and the logarithms of the softmax's sums.
+
+    Args:
+        shape: that of each head.
+        operands: queries, keys and values.
+        heads: the heads.
+        is_causal: whether a query sees no key behind its own place.
+        scale: the factor of scores, positive.
+        outputs: where to write the outputs.
+        logarithms: where to write these, a flat array, head by head.
+    """
+    queries, keys, values = operands
+    number, size = shape.keys, shape.size
+    width = _whole_tiles(number)
+    turned, scores = np.zeros(size * width, np.float32), np.empty(_BLOCK * width, np.float32)
+    products, weights = _flat(turned, width), _flat(scores, width)
+    for head in range(heads[0], heads[1]):
+        place = head // shape.heads, head % shape.heads
+        _transpose(keys, place, number, size, turned, width)
+        for first in range(0, shape.queries, _BLOCK):
+            rows = min(_BLOCK, shape.queries - first)
+            last = min(first + rows, number) if is_causal else number
+            whole = _whole_tiles(last)
+            _multiply(_rows(queries, place, first), products, weights, (rows, size, whole), False)
+            for row in range(first, first + rows):
+                seen = min(row + 1, number) if is_causal else number
+                line = (row - first) * width, seen, whole
+                logarithms[head * shape.queries + row] = _softmax(scores, line, scale)
+            target = _rows(outputs, place, first)
+            _multiply(weights, _rows(values, place, 0), target, (rows, last, size), False)
+
+
+@compiled
+def attend_backward(
+    shape: Shape,
+    operands: tuple[Heads, Heads, Heads],
+    heads: tuple[int, int],
+    is_causal: bool,
+    scale: float,
+    outputs: Heads,
+    logarithms: Any,
+    gradient: Heads,
+    gradients: tuple[Heads, Heads, Heads],
+) -> None:
+    """Compute the gradients of some heads' queries, keys and values.
+
+    Args:
+        shape: as in :func:`attend`, and the next arguments, too.
+        operands: queries, keys and values.
+        heads: the heads.
+        is_causal: whether a query sees no key behind its own place.
+        scale: the factor of scores.
+        outputs: what :func:`attend` wrote.
+        logarithms: ditto.
+        gradient: that of the outputs.
+        gradients: where to write those of the queries, and to add those of the keys and values.
+    """
+    queries, keys, values = operands
+    number, size = shape.keys, shape.size
+    width = _whole_tiles(number)
+    turned_keys, turned_values = np.zeros((2, size * width), np.float32)
+    scores, slopes = np.empty((2, _BLOCK * width), np.float32)
+    for head in range(heads[0], heads[1]):
+        place = head // shape.heads, head % shape.heads
+        _transpose(keys, place, number, size, turned_keys, width)
+        _transpose(values, place, number, size, turned_values, width)
+        for first in range(0, shape.queries, _BLOCK):
+            rows = min(_BLOCK, shape.queries - first)
+            last = min(first + rows, number) if is_causal else number
+            sizes = rows, size, _whole_tiles(last)
+            query, above = _rows(queries, place, first), _rows(gradient, place, first)
+            _multiply(query, _flat(turned_keys, width), _flat(scores, width), sizes, False)
+            _multiply(above, _flat(turned_values, width), _flat(slopes, width), sizes, False)
+            for row in range(first, first + rows):
+                seen = min(row + 1, number) if is_causal else number
+                line = (row - first) * width, seen, sizes[2]
+                product = _dot(_rows(gradient, place, row), _rows(outputs, place, row), size)
+                sums = logarithms[head * shape.queries + row], product
+                _softmax_backward(scores, slopes, line, scale, sums)
+            target, sizes = _rows(gradients[0], place, first), (rows, last, size)
+            _multiply(_flat(slopes, width), _rows(keys, place, 0), target, sizes, False)
+            sizes = last, rows, size
+            _multiply(_turned(slopes, width), query, _rows(gradients[1], place, 0), sizes, True)
+            _multiply(_turned(scores, width), above, _rows(gradients[2], place, 0), sizes, True)
+
+
+@compiled
+def _whole_tiles(number: int) -> int:
+    return (number + COLUMNS - 1) // COLUMNS * COLUMNS
+
+
+@compiled
+def _rows(heads: Heads, place: tuple[int, int], first: int) -> _Matrix:
+    """Return the matrix of a head's tokens from the first on; ``place`` is its place."""
+    at = place[0] * heads.batch + place[1] * heads.head + first * heads.token
+    return _Matrix(pointer_to(heads.numbers), at, heads.token, 1)
+
+
+@compiled
+def _flat(array: Any, width: int) -> _Matrix:
+    return _Matrix(pointer_to(array), 0, width, 1)
+
+
+@compiled
+def _turned(array: Any, width: int) -> _Matrix:
+    return _Matrix(pointer_to(array), 0, 1, width)
+
+
+@compiled
+def _transpose(
+    heads: Heads, place: tuple[int, int], tokens: int, size: int, target: Any, width: int
+) -> None:
+    """Write the transpose of a head's matrix, with rows of ``width`` numbers."""
+    numbers, first, step, _ = _rows(heads, place, 0)
+    transpose_matrix(numbers, first, step, tokens, size, target, 0, width)
+
+
+@compiled
+def _multiply(
+    left: _Matrix, right: _Matrix, target: _Matrix, shape: tuple[int, int, int], adds: bool
+) -> None:
+    """Write the product of two matrices to the target, or add it.
+
+    ``shape`` are the rows of the left matrix, its columns, and those of the right one, a multiple
+    of ``COLUMNS``.
+    """
+    rows, number, columns = shape
+    row = 0
+    while row < rows:
+        step = 6 if rows - row >= 6 else 2 if rows - row >= 2 else 1
+        for column in range(0, columns, COLUMNS):
+            place, matrices = (row, column), (left, right, target)
+            if step == 6:
+                add_tile(6, zeros(COLUMNS), matrices, place, number, adds)
+            elif step == 2:
+                add_tile(2, zeros(COLUMNS), matrices, place, number, adds)
+            else:
+                add_tile(1, zeros(COLUMNS), matrices, place, number, adds)
+        row += step
+
+
+@compiled
+def _softmax(scores: Any, line: tuple[int, int, int], scale: float) -> Any:
+    """Replace a row of scores by their softmax, and return the logarithm of the sum.
+
+    Args:
+        scores: the flat array.
+        line: where the row begins, how many scores it has, and how many numbers to write, a
+            multiple of ``COLUMNS``: those behind the scores become zero.
+        scale: the factor of scores.
+    """
+    at, seen, whole = line
+    for k in range(at + seen, at + whole):
+        scores[k] = -np.inf
+    top = load(zeros(COLUMNS), scores, at)
+    for k in range(at + COLUMNS, at + whole, COLUMNS):
+        top = maximum(top, load(top, scores, k))
+    factor = np.float32(scale)
+    shift = -largest_of(top) * factor
+    factors, shifts, total = broadcast(top, factor), broadcast(top, shift), zeros(COLUMNS)
+    for k in range(at, at + whole, COLUMNS):
+        weights = exponential(multiply_add(load(top, scores, k), factors, shifts))
+        store(weights, scores, k)
+        total = multiply_add(weights, broadcast(total, np.float32(1)), total)
+    denominator = total_of(total)
+    factors = broadcast(top, np.float32(1) / denominator)
+    for k in range(at, at + whole, COLUMNS):
+        store(multiply_add(load(top, scores, k), factors, zeros(COLUMNS)), scores, k)
+    return np.float32(math.log(denominator)) - shift
+
+
+@compiled
+def _softmax_backward(
+    scores: Any, slopes: Any, line: tuple[int, int, int], scale: float, sums: tuple[Any, Any]
+) -> None:
+    """Replace a row of scores by their softmax, and its gradients by those of the scores.
+
+    Args:
+        scores: the flat array of scores.
+        slopes: that of the gradients.
+        line: as in :func:`_softmax`.
+        scale: the factor of scores.
+        sums: what :func:`_softmax` returned, and the softmax's product with its gradients.
+    """
+    at, seen, whole = line
+    for k in range(at + seen, at + whole):
+        scores[k] = -np.inf
+    nothing, factor = zeros(COLUMNS), np.float32(scale)
+    factors = broadcast(nothing, factor)
+    shifts, products = broadcast(nothing, -sums[0]), broadcast(nothing, -sums[1] * factor)
+    for k in range(at, at + whole, COLUMNS):
+        weights = exponential(multiply_add(load(nothing, scores, k), factors, shifts))
+        store(weights, scores, k)
+        slope = multiply_add(load(nothing, slopes, k), factors, products)
+        store(multiply_add(weights, slope, nothing), slopes, k)
+
+
+@compiled
+def _dot(left: _Matrix, right: _Matrix, size: int) -> Any:
+    """Return the product of the first rows of two matrices."""
+    total = zeros(COLUMNS)
+    for k in range(0, size, COLUMNS):
+        numbers = load(total, left.numbers, left.first + k)
+        total = multiply_add(numbers, load(total, right.numbers, right.first + k), total)
+    return total_of(total)
