@@ -15,7 +15,6 @@ from functools import cache
 from math import sqrt
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,9 +55,10 @@ def _attend(
         others = {"attn_mask": attn_mask, "scale": scale}
         results: tuple[Tensor, Tensor] = own(keys, *operands, dropout_p, is_causal, **others)
         return results
-    outputs, logarithms = _new(query), query.new_empty(query.shape[:3])
-    written = _heads(outputs), _flat(logarithms)
-    _run("attend", operands, is_causal, scale, *written)
+    batch, heads, tokens, _ = query.shape
+    outputs = torch.empty_like(query)
+    logarithms = query.new_empty(batch, tokens, heads).transpose(1, 2)
+    _run("attend", operands, is_causal, scale, _heads(outputs), _heads(logarithms))
     return outputs, logarithms
 
 
@@ -87,9 +87,9 @@ def _attend_backward(
         return gradients
     if gradient.stride(-1) != 1:
         gradient = gradient.contiguous()
-    for_query, for_key, for_value = _new(query), _new(key).zero_(), _new(value).zero_()
-    read = _heads(outputs), _flat(logarithms), _heads(gradient)
-    written = _heads(for_query), _heads(for_key), _heads(for_value)
+    for_query, for_key, for_value = map(_gradient_of, operands)
+    read = map(_heads, (outputs, logarithms, gradient))
+    written = tuple(map(_heads, (for_query, for_key.zero_(), for_value.zero_())))
     _run("attend_backward", operands, is_causal, scale, *read, written)
     return for_query, for_key, for_value
 
@@ -133,11 +133,11 @@ def _loops() -> Any:
     from lightning_axosparse.support import attention_loops as loops
     from lightning_axosparse.support.vectors import announced_compilation
 
-    heads, flat = _heads(torch.zeros(1, 1, 1, _SIZES, device="cpu")), np.zeros(1, np.float32)
+    heads = _heads(torch.zeros(1, 1, 1, _SIZES, dtype=torch.float32, device="cpu"))
     part = loops.Shape(1, 1, 1, _SIZES), (heads, heads, heads), (0, 1), True, 1.0
     with announced_compilation():
-        loops.attend(*part, heads, flat)
-        loops.attend_backward(*part, heads, flat, heads, (heads, heads, heads))
+        loops.attend(*part, heads, heads)
+        loops.attend_backward(*part, heads, heads, heads, (heads, heads, heads))
     release_library("libllvmlite")
     return loops
 
@@ -152,12 +152,7 @@ def _heads(tensor: Tensor) -> Any:
     return Heads(flat.numpy(), *strides[:3])
 
 
-def _flat(tensor: Tensor) -> Any:
-    return tensor.detach().contiguous().numpy().ravel()
-
-
-def _new(like: Tensor) -> Tensor:
-    """Return memory for as many heads. Those of a token lie side by side, as layers read them."""
-    _, heads, tokens, size = like.shape
-    steps = tokens * heads * size, size, heads * size, 1
-    return like.new_empty_strided(like.shape, steps)
+def _gradient_of(operand: Tensor) -> Tensor:
+    """Return memory for a gradient, with the strides that torch's kernel gives it."""
+    batch, heads, tokens, size = operand.shape
+    return operand.new_empty(batch, tokens, heads, size).transpose(1, 2)

@@ -39,7 +39,9 @@ _BLOCK = 48
 
 
 class Heads(NamedTuple):
-    """Queries, keys, values, outputs or gradients: shape (batch, heads, tokens, size).
+    """Queries, keys, values, outputs or gradients, shape (batch, heads, tokens, size).
+
+    Or a number for each token: shape (batch, heads, tokens).
 
     Attributes:
         numbers: a flat array, float32.
@@ -80,7 +82,7 @@ def attend(
     is_causal: bool,
     scale: float,
     outputs: Heads,
-    logarithms: Any,
+    logarithms: Heads,
 ) -> None:
     """Compute the outputs of some heads, and the logarithms of the softmax's sums.
 
@@ -91,7 +93,7 @@ def attend(
         is_causal: whether a query sees no key behind its own place.
         scale: the factor of scores, positive.
         outputs: where to write the outputs.
-        logarithms: where to write these, a flat array, head by head.
+        logarithms: where to write these, a number for each query.
     """
     queries, keys, values = operands
     number, size = shape.keys, shape.size
@@ -109,7 +111,8 @@ def attend(
             for row in range(first, first + rows):
                 seen = min(row + 1, number) if is_causal else number
                 line = (row - first) * width, seen, whole
-                logarithms[head * shape.queries + row] = _softmax(scores, line, scale)
+                at = _first(logarithms, place, row)
+                logarithms.numbers[at] = _softmax(scores, line, scale)
             target = _rows(outputs, place, first)
             _multiply(weights, _rows(values, place, 0), target, (rows, last, size), False)
 
@@ -122,7 +125,7 @@ def attend_backward(
     is_causal: bool,
     scale: float,
     outputs: Heads,
-    logarithms: Any,
+    logarithms: Heads,
     gradient: Heads,
     gradients: tuple[Heads, Heads, Heads],
 ) -> None:
@@ -159,7 +162,7 @@ def attend_backward(
                 seen = min(row + 1, number) if is_causal else number
                 line = (row - first) * width, seen, sizes[2]
                 product = _dot(_rows(gradient, place, row), _rows(outputs, place, row), size)
-                sums = logarithms[head * shape.queries + row], product
+                sums = logarithms.numbers[_first(logarithms, place, row)], product
                 _softmax_backward(scores, slopes, line, scale, sums)
             target, sizes = _rows(gradients[0], place, first), (rows, last, size)
             _multiply(_flat(slopes, width), _rows(keys, place, 0), target, sizes, False)
@@ -176,8 +179,13 @@ def _whole_tiles(number: int) -> int:
 @compiled
 def _rows(heads: Heads, place: tuple[int, int], first: int) -> _Matrix:
     """Return the matrix of a head's tokens from the first on; ``place`` is its place."""
-    at = place[0] * heads.batch + place[1] * heads.head + first * heads.token
-    return _Matrix(pointer_to(heads.numbers), at, heads.token, 1)
+    return _Matrix(pointer_to(heads.numbers), _first(heads, place, first), heads.token, 1)
+
+
+@compiled
+def _first(heads: Heads, place: tuple[int, int], token: int) -> int:
+    """Return where the numbers of a head's token begin."""
+    return place[0] * heads.batch + place[1] * heads.head + token * heads.token
 
 
 @compiled

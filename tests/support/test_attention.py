@@ -136,3 +136,28 @@ def test_numbers_that_are_not_numbers_stay():
         output, *_ = attended(operands, heads(200), torch.float32)
     assert output[0, 0].isnan().all()
     assert not output[0, 1].isnan().any()
+
+
+LAYOUTS = {
+    "head by head": lambda heads: heads.contiguous(),
+    "token by token": lambda heads: heads.transpose(1, 2).contiguous().transpose(1, 2),
+    "with keys and values": lambda heads: heads,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_have_the_strides_of_torchs_kernels(layout):
+    """Code that torch compiles relies on them."""
+    operands = [LAYOUTS[layout](heads(130, seed=i).float()) for i in range(3)]
+    gradient = heads(130, seed=3).float()
+
+    def strides():
+        output, sums = forward(*operands, 0.0, True)
+        gradients = backward(gradient, *operands, output, sums, 0.0, True)
+        return [tensor.stride() for tensor in (output, sums, *gradients)]
+
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    expected = strides()
+    with attention_in_loops():
+        assert strides() == expected
