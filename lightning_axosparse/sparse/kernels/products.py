@@ -200,25 +200,25 @@ def _add_float32(total: Any, values: Any, offsets: Any, entries: Any, features: 
     (k, end), lanes = entries, lanes_of(total)
     while k + 4 <= end:
         a, b, c, d = four_offsets(offsets, k)
-        feature = load(total, features, a * lanes)
-        total = multiply_add(broadcast(total, item(values, k)), feature, total)
-        feature = load(total, features, b * lanes)
-        total = multiply_add(broadcast(total, item(values, k + 1)), feature, total)
-        feature = load(total, features, c * lanes)
-        total = multiply_add(broadcast(total, item(values, k + 2)), feature, total)
-        feature = load(total, features, d * lanes)
-        total = multiply_add(broadcast(total, item(values, k + 3)), feature, total)
+        total = _plus_product(total, item(values, k), features, a * lanes)
+        total = _plus_product(total, item(values, k + 1), features, b * lanes)
+        total = _plus_product(total, item(values, k + 2), features, c * lanes)
+        total = _plus_product(total, item(values, k + 3), features, d * lanes)
         k += 4
     if k + 2 <= end:
-        feature = load(total, features, np.intp(item(offsets, k)) * lanes)
-        total = multiply_add(broadcast(total, item(values, k)), feature, total)
-        feature = load(total, features, np.intp(item(offsets, k + 1)) * lanes)
-        total = multiply_add(broadcast(total, item(values, k + 1)), feature, total)
+        a, b = np.intp(item(offsets, k)), np.intp(item(offsets, k + 1))
+        total = _plus_product(total, item(values, k), features, a * lanes)
+        total = _plus_product(total, item(values, k + 1), features, b * lanes)
         k += 2
     if k < end:
-        feature = load(total, features, np.intp(item(offsets, k)) * lanes)
-        total = multiply_add(broadcast(total, item(values, k)), feature, total)
+        place = np.intp(item(offsets, k)) * lanes
+        total = _plus_product(total, item(values, k), features, place)
     return total
+
+
+@compiled
+def _plus_product(total: Any, value: Any, features: Any, place: int) -> Any:
+    return multiply_add(broadcast(total, value), load(total, features, place), total)
 
 
 def _add_bfloat16(total: Any, values: Any, offsets: Any, entries: Any, features: Any) -> Any:
