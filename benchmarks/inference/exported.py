@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.interleave import trials
 from lightning_axosparse import Ticket, densify, sparsify
-from lightning_axosparse.support.dense_products import by_onednn
+from lightning_axosparse.support.dense_products import without_mkl
 
 RATIO = 0.9
 
@@ -59,7 +59,7 @@ def in_torch(model: nn.Module, inputs: Tensor) -> Callable[[], Tensor]:
 
 def by_faster_products(model: nn.Module, inputs: Tensor) -> Callable[[], Tensor]:
     def run() -> Tensor:
-        with torch.no_grad(), by_onednn():
+        with torch.no_grad(), without_mkl():
             return model(inputs)  # type: ignore[no-any-return]
 
     return run

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.interleave import trials
 from lightning_axosparse import sparsify
-from lightning_axosparse.support.dense_products import by_onednn
+from lightning_axosparse.support.dense_products import without_mkl
 
 
 def pruned(dense: nn.Module, ratio: float, *names: str) -> nn.Module:
@@ -74,7 +74,7 @@ def main() -> None:
         prompts = torch.randint(dense.config.vocab_size, (batch, 1))
         runners = {
             "nothing, torch": generate(dense, prompts, options.tokens),
-            "nothing, oneDNN": generate(dense, prompts, options.tokens, by_onednn),
+            "nothing, oneDNN": generate(dense, prompts, options.tokens, without_mkl),
             "blocks": generate(blocks, prompts, options.tokens),
             "blocks, embedding and head": generate(whole, prompts, options.tokens),
         }

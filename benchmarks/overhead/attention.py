@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.overhead.interleaved import median_seconds
-from lightning_axosparse.support.attention import attention_in_loops
+from lightning_axosparse.support.dense_products import without_mkl
 
 SIZE = 64
 
@@ -53,7 +53,7 @@ def main() -> None:
         cells = []
         for causal in (True, False):
             run = passes(options.heads, tokens, causal)
-            kernels = {"torch": nullcontext, "loops": attention_in_loops}
+            kernels = {"torch": nullcontext, "loops": without_mkl}
             runners = {name: partial(run_in, kernel, run) for name, kernel in kernels.items()}
             seconds = median_seconds(runners, options.trials)
             share = seconds["loops"] / seconds["torch"]

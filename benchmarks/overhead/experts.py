@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse import sparsify
-from lightning_axosparse.support.dense_products import by_onednn
+from lightning_axosparse.support.dense_products import without_mkl
 
 WIDTH, INNER, TOKENS = 256, 512, 32
 
@@ -119,7 +119,7 @@ def main() -> None:
         dense = Fused(experts)
         runners = {
             "torch": passes(dense, inputs),
-            "oneDNN": passes(dense, inputs, by_onednn),
+            "oneDNN": passes(dense, inputs, without_mkl),
             "separate": passes(pruned(Separate(experts), options.ratio), inputs),
             "fused": passes(pruned(dense, options.ratio), inputs),
         }
@@ -132,7 +132,7 @@ def main() -> None:
             block = mixtral(experts, implementation)
             runners = {
                 "torch": passes(block, inputs),
-                "oneDNN": passes(block, inputs, by_onednn),
+                "oneDNN": passes(block, inputs, without_mkl),
                 "pruned": passes(pruned(block, options.ratio), inputs),
             }
             print(row(f"{experts} | {implementation}", runners, options.trials), flush=True)

@@ -15,7 +15,7 @@ import argparse
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -25,8 +25,7 @@ from benchmarks.overhead.interleaved import median_seconds
 from lightning_axosparse import sparsify
 from lightning_axosparse.examples.gpt import Block
 from lightning_axosparse.sparse.backend import COMPUTES, Compute
-from lightning_axosparse.support.attention import attention_in_loops
-from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
+from lightning_axosparse.support.dense_products import onednn_is_faster, without_mkl
 
 SEQUENCE = 512
 
@@ -37,12 +36,6 @@ def pruned(block: nn.Module, ratio: float, compute: Compute) -> nn.Module:
     masks = {name: torch.rand(shape) > ratio for name, shape in shapes.items()}
     sparsify(block, masks, compute=compute)
     return block
-
-
-@contextmanager
-def replaced_products() -> Iterator[None]:
-    with by_onednn(), attention_in_loops():
-        yield
 
 
 def run_in(products: Callable[[], AbstractContextManager[None]], run: Callable[[], None]) -> None:
@@ -76,9 +69,9 @@ def rows(width: int, tokens: int, options: argparse.Namespace) -> Iterator[str]:
     torch.manual_seed(0)
     dense = Block(width, heads=max(1, width // 64), dropout=0.0)
     faster = onednn_is_faster(p.shape for p in dense.parameters())
-    chosen = replaced_products if faster else nullcontext
+    chosen = without_mkl if faster else nullcontext
     blocks = {"torch": dense, "oneDNN": copy.deepcopy(dense)}
-    products = {"torch": nullcontext, "oneDNN": replaced_products}
+    products = {"torch": nullcontext, "oneDNN": without_mkl}
     for ratio in options.ratios:
         blocks[f"{ratio:.0%}"] = pruned(dense, ratio, options.compute)
     length = min(tokens, SEQUENCE)

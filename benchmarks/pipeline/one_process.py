@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from lightning_axosparse import AxoSparseStrategy, GradualPruning, Ticket
 from lightning_axosparse.examples.gpt import GPT
-from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
+from lightning_axosparse.support.dense_products import onednn_is_faster, without_mkl
 
 CONTEXT, VOCABULARY, SKIPPED = 128, 256, 5
 
@@ -71,7 +71,7 @@ def with_threads(threads: int, width: int, steps: int, batch: int, onednn: bool 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with by_onednn() if onednn else nullcontext():
+        with without_mkl() if onednn else nullcontext():
             return step_seconds(width, steps, batch, devices=1)
     finally:
         torch.set_num_threads(before)

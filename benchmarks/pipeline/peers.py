@@ -48,7 +48,7 @@ from lightning_axosparse.pipeline.crossing.message import (
 )
 from lightning_axosparse.pipeline.engine import StageRun
 from lightning_axosparse.pipeline.schedule import SCHEDULES, Schedule
-from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
+from lightning_axosparse.support.dense_products import onednn_is_faster, without_mkl
 
 WIDTH, HEADS, BLOCKS, MICROBATCHES = 256, 8, 8, 8
 Products = Callable[[], AbstractContextManager[None]]
@@ -216,7 +216,7 @@ def main() -> None:
         peer = DeepSpeed(blocks, MICROBATCHES, options.samples, loss_of)
         deepspeed["DeepSpeed, gloo"] = peer
     faster = onednn_is_faster(parameter.shape for parameter in mine.parameters())
-    products: Products = by_onednn if faster and not options.own_products else nullcontext
+    products: Products = without_mkl if faster and not options.own_products else nullcontext
     ours = {
         name: Ours(copy.deepcopy(mine), *choice, link, products) for name, choice in choices.items()
     }

@@ -55,9 +55,8 @@ from lightning_axosparse.strategy.validation import (
     validate_optimizers,
     validate_run,
 )
-from lightning_axosparse.support.attention import attention_in_loops
 from lightning_axosparse.support.deferred_init import DeferredInit
-from lightning_axosparse.support.dense_products import by_onednn, onednn_is_faster
+from lightning_axosparse.support.dense_products import onednn_is_faster, without_mkl
 from lightning_axosparse.support.files import restoring
 from lightning_axosparse.support.memory import free_bytes
 from lightning_axosparse.support.remote_files import exists, local_copy, local_path
@@ -231,8 +230,7 @@ class PipelineStrategy(MPIStrategy):
                 "loops. Both take less time than MKL on this processor. With "
                 "torch.backends.mkldnn.enabled = False they run by MKL."
             )
-            self._undo.enter_context(by_onednn())
-            self._undo.enter_context(attention_in_loops())
+            self._undo.enter_context(without_mkl())
 
     def _configure_optimizers(self, trainer: pl.Trainer) -> None:
         """Call ``configure_optimizers``, to which sparse weights show their dense shape."""

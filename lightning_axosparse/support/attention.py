@@ -10,7 +10,6 @@ shape of a head, so it is the same in all passes, schedules and runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import cache
 from math import sqrt
 from typing import Any
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from lightning_axosparse.support.memory import release_library
-from lightning_axosparse.support.patched import kernels_replaced
 from lightning_axosparse.support.threads import run_in_threads
 
 MIN_MULTIPLICATIONS = 2**20
@@ -29,11 +27,6 @@ _SIZES = 64
 """Sizes of heads are multiples of this."""
 
 _Operands = tuple[Tensor, Tensor, Tensor]
-
-
-def attention_in_loops() -> AbstractContextManager[None]:
-    """Run large float32 attention of this process in loops inside the context."""
-    return kernels_replaced(_KERNELS)
 
 
 def _attend(
@@ -94,7 +87,7 @@ def _attend_backward(
     return for_query, for_key, for_value
 
 
-_KERNELS: Mapping[str, Callable[..., Any]] = {
+KERNELS: Mapping[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention_for_cpu": _attend,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attend_backward,
 }

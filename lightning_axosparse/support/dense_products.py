@@ -4,7 +4,8 @@ torch uses MKL. On AMD's processors with AVX-512, oneDNN takes as little as half
 torch has no setting for it; on AMD's other processors, MKL is faster. The CPU kernels of ``mm`` and
 ``addmm`` are replaced, so this applies to linear layers, their gradients and the panels of sparse
 weights. The choice depends only on the shapes of a product, so it is the same in all passes,
-schedules and runs. ``benchmarks/overhead/dense_products.py`` compares the two.
+schedules and runs. ``benchmarks/overhead/dense_products.py`` compares the two. The small products
+of attention, which are slow by both, run in loops (``attention.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from lightning_axosparse.support import attention
 from lightning_axosparse.support.patched import kernels_replaced
 from lightning_axosparse.support.torch_internals import onednn_product
 
@@ -49,9 +51,9 @@ def onednn_is_faster(shapes: Iterable[torch.Size]) -> bool:
     return any(len(shape) > 1 and shape.numel() >= MIN_WEIGHT for shape in shapes)
 
 
-def by_onednn() -> AbstractContextManager[None]:
-    """Run the large float32 products of this process by oneDNN inside the context."""
-    return kernels_replaced(_KERNELS)
+def without_mkl() -> AbstractContextManager[None]:
+    """Run large float32 products by oneDNN, and attention in loops, inside the context."""
+    return kernels_replaced({**_KERNELS, **attention.KERNELS})
 
 
 def _amd_with_avx512() -> bool:

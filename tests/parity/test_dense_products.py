@@ -90,7 +90,7 @@ def expected() -> Record:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", STAGES)
-def test_products_by_onednn_are_one_process_and_change_no_bit_among_schedules(
+def test_products_without_mkl_are_one_process_and_change_no_bit_among_schedules(
     grid: str, runs: Any, expected: Record
 ) -> None:
     for records in (found[grid] for found in runs):  # of each rank

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from lightning_axosparse.support import attention, threads
-from lightning_axosparse.support.attention import attention_in_loops
+from lightning_axosparse.support.dense_products import without_mkl
 from lightning_axosparse.support.llvm import HAS_AVX512
 
 pytestmark = pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512")
@@ -56,7 +56,7 @@ def test_outputs_and_gradients_are_those_of_double_precision(
     expected = attended(operands, gradient, torch.float64, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "MIN_MULTIPLICATIONS", 0)
-        with attention_in_loops():
+        with without_mkl():
             found = attended(operands, gradient, torch.float32, **options)
     for ours, exact in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=2e-5)
@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_those_of_double_precision(
 
 def test_torchs_kernels_return_after_the_context(calls):
     operands, gradient = [heads(200)] * 3, heads(200)
-    with attention_in_loops():
+    with without_mkl():
         attended(operands, gradient, torch.float32)
     assert calls == ["attend", "attend_backward"]
     attended(operands, gradient, torch.float32)
@@ -85,7 +85,7 @@ def test_torchs_kernels_return_after_the_context(calls):
 def test_torchs_kernel_runs_what_the_loops_do_not(size, tokens, dtype, options, calls):
     operands, gradient = [heads(tokens, size)] * 3, heads(tokens, size)
     expected = attended(operands, gradient, dtype, **options)
-    with attention_in_loops():
+    with without_mkl():
         found = attended(operands, gradient, dtype, **options)
     assert not calls
     assert all(map(torch.equal, found, expected))
@@ -97,7 +97,7 @@ def test_shared_heads_and_gradients_without_strides():
     gradient = torch.ones((), dtype=torch.float64).expand(query.shape)
     expected = attended([query, key, key], gradient, torch.float64)
     operands = [each.float().detach() for each in (query, heads(200)[:, :1])]
-    with attention_in_loops():
+    with without_mkl():
         query, key = (each.requires_grad_() for each in operands)
         shared = key.expand(-1, 3, -1, -1)
         F.scaled_dot_product_attention(query, shared, shared).sum().backward()
@@ -114,13 +114,13 @@ def test_a_heads_bits_depend_on_no_other_head_and_no_thread(monkeypatch):
     try:
         for number in (1, 2, 4):
             torch.set_num_threads(number)
-            with attention_in_loops():
+            with without_mkl():
                 results.append(attended(operands, gradient, torch.float32, is_causal=True))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
-    with attention_in_loops():
+    with without_mkl():
         alone = [operand[:1, 1:2] for operand in operands]
         alone = attended(alone, gradient[:1, 1:2], torch.float32, is_causal=True)
     assert all(
@@ -132,7 +132,7 @@ def test_numbers_that_are_not_numbers_stay():
     operands = [heads(200) for _ in range(3)]
     operands[1] = operands[1].clone()
     operands[1][0, 0, 3] = float("nan")
-    with attention_in_loops():
+    with without_mkl():
         output, *_ = attended(operands, heads(200), torch.float32)
     assert output[0, 0].isnan().all()
     assert not output[0, 1].isnan().any()
@@ -159,5 +159,5 @@ def test_results_have_the_strides_of_torchs_kernels(layout):
     forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     expected = strides()
-    with attention_in_loops():
+    with without_mkl():
         assert strides() == expected

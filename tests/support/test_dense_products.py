@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_axosparse.support import dense_products
-from lightning_axosparse.support.dense_products import by_onednn, cpu_info, onednn_is_faster
+from lightning_axosparse.support.dense_products import cpu_info, onednn_is_faster, without_mkl
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN"
@@ -34,7 +34,7 @@ def counted() -> Iterator[list[int]]:
         rows.append(left.shape[0])
         return own(left, *others)
 
-    with pytest.MonkeyPatch.context() as patch, by_onednn():
+    with pytest.MonkeyPatch.context() as patch, without_mkl():
         patch.setattr(dense_products, "onednn_product", count)
         yield rows
 
@@ -179,7 +179,7 @@ def test_errors_are_torchs() -> None:
     for call in wrong:
         with pytest.raises(RuntimeError) as expected:
             call()
-        with by_onednn(), pytest.raises(RuntimeError) as found:
+        with without_mkl(), pytest.raises(RuntimeError) as found:
             call()
         assert str(found.value) == str(expected.value)
 
@@ -195,7 +195,7 @@ def test_torch_has_its_own_kernels_before_and_after() -> None:
 
     expected = a @ b
     assert "mkldnn::_linear_pointwise" not in operators()
-    with by_onednn(), by_onednn():
+    with without_mkl(), without_mkl():
         assert "mkldnn::_linear_pointwise" in operators()
     assert "mkldnn::_linear_pointwise" not in operators()
     assert torch.equal(a @ b, expected)
