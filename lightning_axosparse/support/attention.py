@@ -3,7 +3,7 @@
 On AMD's processors with AVX-512, torch's kernel of ``F.scaled_dot_product_attention`` multiplies
 its small matrices by MKL, and takes two to four times as long as ``attention_loops.py``
 (``benchmarks/overhead/attention.py``). torch's kernel still runs what the loops do not: masks, 16
-bits, sizes of heads that are no multiples of 64, and few tokens. The choice depends only on the
+bits, sizes of heads that are no multiples of 16, and few tokens. The choice depends only on the
 shape of a head, so it is the same in all passes, schedules and runs.
 """
 
@@ -23,7 +23,7 @@ from lightning_axosparse.support.threads import run_in_threads
 MIN_MULTIPLICATIONS = 2**20
 """Smaller products of a head's queries and keys gain little."""
 
-_SIZES = 64
+_SIZES = 16
 """Sizes of heads are multiples of this."""
 
 _Operands = tuple[Tensor, Tensor, Tensor]

@@ -5,7 +5,7 @@ logarithms of the softmax's sums, as in FlashAttention (Dao et al., NeurIPS 2022
 scores is computed as a whole, because those of a block fit into the caches.
 
 ``heads`` are the first of all heads of the batch, and the one after the last. Sizes of heads are
-multiples of ``COLUMNS``.
+multiples of 16.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_axosparse.support.vectors import (
     broadcast,
     compiled,
     exponential,
+    lanes_of,
     largest_of,
     load,
     maximum,
@@ -32,7 +33,7 @@ from lightning_axosparse.support.vectors import (
 )
 
 COLUMNS = 64
-"""Columns of a tile of a product. With six rows, its sums take 24 of the 32 registers."""
+"""Columns of a large tile of a product. With six rows, its sums take 24 of the 32 registers."""
 
 _BLOCK = 48
 """Queries of a block, a multiple of a tile's rows."""
@@ -214,21 +215,34 @@ def _multiply(
     """Write the product of two matrices to the target, or add it.
 
     ``shape`` are the rows of the left matrix, its columns, and those of the right one, a multiple
-    of ``COLUMNS``.
+    of 16.
     """
     rows, number, columns = shape
+    matrices, column = (left, right, target), 0
+    while column < columns:
+        if columns - column >= COLUMNS:
+            column += _add_column(zeros(COLUMNS), matrices, column, rows, number, adds)
+        elif columns - column >= 32:
+            column += _add_column(zeros(32), matrices, column, rows, number, adds)
+        else:
+            column += _add_column(zeros(16), matrices, column, rows, number, adds)
+
+
+@compiled
+def _add_column(zero: Any, matrices: Any, column: int, rows: int, number: int, adds: bool) -> int:
+    """Compute the tiles with these columns of the target, and return the number of columns."""
     row = 0
     while row < rows:
-        step = 6 if rows - row >= 6 else 2 if rows - row >= 2 else 1
-        for column in range(0, columns, COLUMNS):
-            place, matrices = (row, column), (left, right, target)
-            if step == 6:
-                add_tile(6, zeros(COLUMNS), matrices, place, number, adds)
-            elif step == 2:
-                add_tile(2, zeros(COLUMNS), matrices, place, number, adds)
-            else:
-                add_tile(1, zeros(COLUMNS), matrices, place, number, adds)
-        row += step
+        if rows - row >= 6:
+            add_tile(6, zero, matrices, (row, column), number, adds)
+            row += 6
+        elif rows - row >= 2:
+            add_tile(2, zero, matrices, (row, column), number, adds)
+            row += 2
+        else:
+            add_tile(1, zero, matrices, (row, column), number, adds)
+            row += 1
+    return int(lanes_of(zero))
 
 
 @compiled
@@ -290,8 +304,8 @@ def _softmax_backward(
 @compiled
 def _dot(left: _Matrix, right: _Matrix, size: int) -> Any:
     """Return the product of the first rows of two matrices."""
-    total = zeros(COLUMNS)
-    for k in range(0, size, COLUMNS):
+    total = zeros(16)
+    for k in range(0, size, lanes_of(total)):
         numbers = load(total, left.numbers, left.first + k)
         total = multiply_add(numbers, load(total, right.numbers, right.first + k), total)
     return total_of(total)

@@ -8,9 +8,6 @@ from torch.nn import functional as F
 
 from lightning_axosparse.support import attention, threads
 from lightning_axosparse.support.dense_products import without_mkl
-from lightning_axosparse.support.llvm import HAS_AVX512
-
-pytestmark = pytest.mark.skipif(not HAS_AVX512, reason="needs AVX-512")
 
 
 def heads(tokens, size=64, batch=2, number=3, seed=0):
@@ -40,7 +37,7 @@ def calls(monkeypatch):
 @given(
     queries=st.sampled_from([1, 5, 47, 48, 49, 64, 65, 130, 200]),
     keys=st.sampled_from([1, 2, 63, 64, 65, 130, 200]),
-    size=st.sampled_from([64, 128]),
+    size=st.sampled_from([16, 32, 64, 80, 112, 128]),
     is_causal=st.booleans(),
     scale=st.sampled_from([None, 0.2]),
     seed=st.integers(0, 2**31),
@@ -59,7 +56,7 @@ def test_outputs_and_gradients_are_those_of_double_precision(
         with without_mkl():
             found = attended(operands, gradient, torch.float32, **options)
     for ours, exact in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=2e-5)
+        torch.testing.assert_close(ours.double(), exact, rtol=5e-5, atol=5e-5)
 
 
 def test_torchs_kernels_return_after_the_context(calls):
@@ -77,7 +74,7 @@ def test_torchs_kernels_return_after_the_context(calls):
         (64, 200, torch.float64, {}),
         (64, 200, torch.bfloat16, {}),
         (64, 100, torch.float32, {}),
-        (80, 200, torch.float32, {}),
+        (72, 200, torch.float32, {}),
         (64, 200, torch.float32, {"attn_mask": torch.zeros(200, 200)}),
         (64, 200, torch.float32, {"scale": -1.0}),
     ],

@@ -18,6 +18,7 @@ from lightning_axosparse.sparse.backend import Backend, Processor
 from lightning_axosparse.sparse.kernels import (
     LANES,
     ROWS_OF_SUMS,
+    SEGMENT,
     Weight,
     kernel_module,
 )
@@ -189,6 +190,10 @@ def spmm(
     return _like(result, inputs)
 
 
+ENTRIES_OF_A_TRANSPOSE = 2**20
+"""About so many entries are transposed at a time: larger weights in several parts."""
+
+
 def _tokens_of_a_transpose(inputs: Tensor) -> int:
     """Return with how many tokens products save the time that transposing a weight takes.
 
@@ -207,12 +212,17 @@ def _transposed_spmm_t(
     weight, source = Weight(*layout.read_by_loops, flat(values)), flat(inputs)
     result = reusable_empty((*inputs.shape[:-1], weight.width))
     shared = _bias(bias), _flat(result)
+    by_segment = weight.counts.reshape(weight.height, -1)
+    columns = max(ENTRIES_OF_A_TRANSPOSE * by_segment.shape[1] // max(layout.nnz, 1), 1) * SEGMENT
 
     def part(first: int, last: int) -> None:
-        transpose = (first, last), _memory_of_transpose(layout.nnz, source.dtype)
-        memory = _packed(weight.height, source.dtype)
-        loop = kernel_module("products").transposed_spmm_t
-        loop(source, number, weight, *transpose, *shared, *memory)
+        for begin in range(first, last, columns):
+            end = min(begin + columns, last)
+            nnz = by_segment[:, begin // SEGMENT : -(-end // SEGMENT)].sum()
+            transpose = (begin, end), _memory_of_transpose(int(nnz), source.dtype)
+            memory = _packed(weight.height, source.dtype)
+            loop = kernel_module("products").transposed_spmm_t
+            loop(source, number, weight, *transpose, *shared, *memory)
 
     run_in_threads(part, weight.width, ROWS_OF_SUMS, number * layout.nnz)
     return _like(result, inputs)

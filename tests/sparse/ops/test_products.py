@@ -146,6 +146,23 @@ def test_a_tokens_bits_do_not_depend_on_the_tokens_beside_it(n, dtype):
         assert torch.equal(sparse_products.spmm(gradient[:tokens], values, layout), whole[:tokens])
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_large_weight_is_transposed_in_parts(number, threads, monkeypatch):
+    threads(number)
+    monkeypatch.setattr(threads_module, "WORK_OF_A_THREAD", 1)
+    _, layout, values = weight(300, 1100, 0.3)
+    gradient, bias = torch.randn(300, 300), torch.randn(1100)
+    whole = sparse_products.spmm(gradient, values, layout, bias)
+    sizes, take = [], sparse_products._memory_of_transpose
+    monkeypatch.setattr(
+        sparse_products, "_memory_of_transpose", lambda nnz, t: sizes.append(nnz) or take(nnz, t)
+    )
+    monkeypatch.setattr(sparse_products, "ENTRIES_OF_A_TRANSPOSE", layout.nnz // 3)
+    assert torch.equal(sparse_products.spmm(gradient, values, layout, bias), whole)
+    assert len(sizes) > 2
+    assert max(sizes) < layout.nnz // 2
+
+
 def test_loading_the_loops_compiles_what_products_of_any_size_run():
     sparse_products.load_loops.cache_clear()
     sparse_products.load_loops()
