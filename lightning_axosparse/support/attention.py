@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_axosparse.support.memory import release_library
 from lightning_axosparse.support.threads import run_in_threads
 
-MIN_MULTIPLICATIONS = 2**20
+MIN_MULTIPLICATIONS = 2**18
 """Smaller products of a head's queries and keys gain little."""
 
 _SIZES = 16

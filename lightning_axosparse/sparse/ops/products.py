@@ -212,8 +212,9 @@ def _transposed_spmm_t(
     weight, source = Weight(*layout.read_by_loops, flat(values)), flat(inputs)
     result = reusable_empty((*inputs.shape[:-1], weight.width))
     shared = _bias(bias), _flat(result)
-    by_segment = weight.counts.reshape(weight.height, -1)
-    columns = max(ENTRIES_OF_A_TRANSPOSE * by_segment.shape[1] // max(layout.nnz, 1), 1) * SEGMENT
+    segments = -(-weight.width // SEGMENT)
+    by_segment = weight.counts.reshape(weight.height, segments)
+    columns = max(ENTRIES_OF_A_TRANSPOSE * segments // max(layout.nnz, 1), 1) * SEGMENT
 
     def part(first: int, last: int) -> None:
         for begin in range(first, last, columns):
