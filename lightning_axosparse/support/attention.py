@@ -124,7 +124,7 @@ def _run(name: str, operands: _Operands, is_causal: bool, scale: float, *results
 def _loops() -> Any:
     """Return the module of the loops, compiled; importing it takes a second."""
     from lightning_axosparse.support import attention_loops as loops
-    from lightning_axosparse.support.vectors import announced_compilation
+    from lightning_axosparse.support.compilation import announced_compilation
 
     heads = _heads(torch.zeros(1, 1, 1, _SIZES, dtype=torch.float32, device="cpu"))
     part = loops.Shape(1, 1, 1, _SIZES), (heads, heads, heads), (0, 1), True, 1.0

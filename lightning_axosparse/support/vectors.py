@@ -8,15 +8,13 @@ Offsets into arrays count entries; nothing checks them. Arrays of bfloat16 have 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
 import numba
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils, event
+from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
 
 from lightning_axosparse.support import llvm
@@ -485,24 +483,3 @@ def _place(row: int) -> int:
 
 place_of = compiled(_place)
 """Return that place, in a loop."""
-
-
-def announced_compilation() -> AbstractContextManager[Any]:
-    """Announce once in the context that loops are compiled, if they are not in numba's cache."""
-    listener: Any = _Announcer()
-    context: AbstractContextManager[Any] = event.install_listener("numba:compile", listener)
-    return context
-
-
-class _Announcer(event.Listener):
-    """Announces the first compilation."""
-
-    announced = False
-
-    def on_start(self, event: Any) -> None:
-        if not self.announced:
-            rank_zero_info("Compiling loops: only the first time on a machine.")
-        self.announced = True
-
-    def on_end(self, event: Any) -> None:
-        """Do nothing."""

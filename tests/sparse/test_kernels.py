@@ -11,7 +11,7 @@ import torch
 
 from lightning_axosparse.sparse.kernels import reference
 from lightning_axosparse.sparse.store.formats import layout_of
-from lightning_axosparse.support import vectors
+from lightning_axosparse.support import compilation
 from lightning_axosparse.support.trace import clock
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_fused_kernels_compile_for_a_gpu(operation, dtype):
 
 def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):
     said = []
-    monkeypatch.setattr(vectors, "rank_zero_info", said.append)
+    monkeypatch.setattr(compilation, "rank_zero_info", said.append)
 
     @numba.njit
     def one(x):
@@ -78,10 +78,10 @@ def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):
     def two(x):
         return one(x) + 1
 
-    with vectors.announced_compilation():
+    with compilation.announced_compilation():
         assert two(1) == 3
         assert two(1.0) == 3.0
     assert said == ["Compiling loops: only the first time on a machine."]
-    with vectors.announced_compilation():
+    with compilation.announced_compilation():
         assert two(1) == 3  # compiled before
     assert len(said) == 1

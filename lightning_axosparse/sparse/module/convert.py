@@ -249,7 +249,7 @@ def load_loops_of(module: nn.Module) -> None:
     if not needed:
         return
     # numba takes a second to import, and only products on unpruned values need it.
-    from lightning_axosparse.support.vectors import announced_compilation
+    from lightning_axosparse.support.compilation import announced_compilation
 
     with announced_compilation():
         for load in needed:
