@@ -98,8 +98,10 @@ def _runs_in_loops(operands: _Operands, scale: float) -> bool:
     query, key, value = operands
     return (
         all(each.dtype is torch.float32 and each.stride(-1) == 1 for each in operands)
+        and all(each.numel() for each in operands)
         and key.shape == value.shape
-        and query.shape[:2] == key.shape[:2]
+        and query.shape[0] == key.shape[0]
+        and query.shape[1] % key.shape[1] == 0
         and query.shape[-1] == key.shape[-1]
         and query.shape[-1] % _SIZES == 0
         and query.shape[2] * key.shape[2] * query.shape[3] >= MIN_MULTIPLICATIONS
@@ -112,12 +114,13 @@ def _run(name: str, operands: _Operands, is_causal: bool, scale: float, *results
     query, key, _ = operands
     loops, arrays = _loops(), tuple(map(_heads, operands))
     batch, heads, tokens, size = query.shape
-    shape = loops.Shape(heads, tokens, key.shape[2], size)
+    sharing = heads // key.shape[1]
+    shape = loops.Shape(heads, sharing, tokens, key.shape[2], size)
 
     def part(first: int, last: int) -> None:
         getattr(loops, name)(shape, arrays, (first, last), is_causal, scale, *results)
 
-    run_in_threads(part, batch * heads, 1, query.numel() * key.shape[2])
+    run_in_threads(part, batch * heads, sharing, query.numel() * key.shape[2])
 
 
 @cache
@@ -127,7 +130,7 @@ def _loops() -> Any:
     from lightning_axosparse.support.compilation import announced_compilation
 
     heads = _heads(torch.zeros(1, 1, 1, _SIZES, dtype=torch.float32, device="cpu"))
-    part = loops.Shape(1, 1, 1, _SIZES), (heads, heads, heads), (0, 1), True, 1.0
+    part = loops.Shape(1, 1, 1, 1, _SIZES), (heads, heads, heads), (0, 1), True, 1.0
     with announced_compilation():
         loops.attend(*part, heads, heads)
         loops.attend_backward(*part, heads, heads, heads, (heads, heads, heads))

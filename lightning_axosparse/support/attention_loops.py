@@ -58,9 +58,18 @@ class Heads(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The number of a sequence's heads, and a head's numbers of queries, of keys, and its size."""
+    """The sizes of a sequence's heads.
+
+    Attributes:
+        heads: how many there are.
+        sharing: how many heads share keys and values, which have as many fewer heads.
+        queries: how many each has.
+        keys: likewise.
+        size: the numbers of a query.
+    """
 
     heads: int
+    sharing: int
     queries: int
     keys: int
     size: int
@@ -103,7 +112,8 @@ def attend(
     products, weights = _flat(turned, width), _flat(scores, width)
     for head in range(heads[0], heads[1]):
         place = head // shape.heads, head % shape.heads
-        _transpose(keys, place, number, size, turned, width)
+        shared = place[0], place[1] // shape.sharing
+        _transpose(keys, shared, number, size, turned, width)
         for first in range(0, shape.queries, _BLOCK):
             rows = min(_BLOCK, shape.queries - first)
             last = min(first + rows, number) if is_causal else number
@@ -115,7 +125,7 @@ def attend(
                 at = _first(logarithms, place, row)
                 logarithms.numbers[at] = _softmax(scores, line, scale)
             target = _rows(outputs, place, first)
-            _multiply(weights, _rows(values, place, 0), target, (rows, last, size), False)
+            _multiply(weights, _rows(values, shared, 0), target, (rows, last, size), False)
 
 
 @compiled
@@ -135,7 +145,7 @@ def attend_backward(
     Args:
         shape: as in :func:`attend`, and the next arguments, too.
         operands: queries, keys and values.
-        heads: the heads.
+        heads: the heads, all that share keys and values.
         is_causal: whether a query sees no key behind its own place.
         scale: the factor of scores.
         outputs: what :func:`attend` wrote.
@@ -150,8 +160,9 @@ def attend_backward(
     scores, slopes = np.empty((2, _BLOCK * width), np.float32)
     for head in range(heads[0], heads[1]):
         place = head // shape.heads, head % shape.heads
-        _transpose(keys, place, number, size, turned_keys, width)
-        _transpose(values, place, number, size, turned_values, width)
+        shared = place[0], place[1] // shape.sharing
+        _transpose(keys, shared, number, size, turned_keys, width)
+        _transpose(values, shared, number, size, turned_values, width)
         for first in range(0, shape.queries, _BLOCK):
             rows = min(_BLOCK, shape.queries - first)
             last = min(first + rows, number) if is_causal else number
@@ -166,10 +177,10 @@ def attend_backward(
                 sums = logarithms.numbers[_first(logarithms, place, row)], product
                 _softmax_backward(scores, slopes, line, scale, sums)
             target, sizes = _rows(gradients[0], place, first), (rows, last, size)
-            _multiply(_flat(slopes, width), _rows(keys, place, 0), target, sizes, False)
+            _multiply(_flat(slopes, width), _rows(keys, shared, 0), target, sizes, False)
             sizes = last, rows, size
-            _multiply(_turned(slopes, width), query, _rows(gradients[1], place, 0), sizes, True)
-            _multiply(_turned(scores, width), above, _rows(gradients[2], place, 0), sizes, True)
+            _multiply(_turned(slopes, width), query, _rows(gradients[1], shared, 0), sizes, True)
+            _multiply(_turned(scores, width), above, _rows(gradients[2], shared, 0), sizes, True)
 
 
 @compiled

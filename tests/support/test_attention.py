@@ -33,6 +33,14 @@ def calls(monkeypatch):
     return ran
 
 
+@pytest.fixture
+def threads_of_torch():
+    """Sets the number of torch's threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     queries=st.sampled_from([1, 5, 47, 48, 49, 64, 65, 130, 200]),
@@ -88,6 +96,13 @@ def test_torchs_kernel_runs_what_the_loops_do_not(size, tokens, dtype, options, 
     assert all(map(torch.equal, found, expected))
 
 
+def test_an_empty_batch(calls):
+    empty = heads(200)[:0].float()
+    with without_mkl():
+        assert F.scaled_dot_product_attention(empty, empty, empty).shape == empty.shape
+    assert not calls
+
+
 def test_shared_heads_and_gradients_without_strides():
     """Keys that several heads share are expanded, as is the gradient of a sum."""
     query, key = heads(200), heads(200)[:, :1].expand(-1, 3, -1, -1)
@@ -103,18 +118,29 @@ def test_shared_heads_and_gradients_without_strides():
     torch.testing.assert_close(key.grad.double(), both, rtol=1e-4, atol=1e-4)
 
 
-def test_a_heads_bits_depend_on_no_other_head_and_no_thread(monkeypatch):
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("number", [1, 3])
+def test_heads_that_share_keys_and_values(number, is_causal, threads_of_torch, calls, monkeypatch):
+    monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
+    threads_of_torch(number)
+    query, key, value = heads(150, number=6), heads(130, number=2), heads(130, number=2, seed=1)
+    gradient, options = heads(150, number=6, seed=2), {"is_causal": is_causal, "enable_gqa": True}
+    expected = attended((query, key, value), gradient, torch.float64, **options)
+    with without_mkl():
+        found = attended((query, key, value), gradient, torch.float32, **options)
+    assert calls == ["attend", "attend_backward"]
+    for ours, exact in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=5e-5, atol=5e-5)
+
+
+def test_a_heads_bits_depend_on_no_other_head_and_no_thread(threads_of_torch, monkeypatch):
     monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
     operands, gradient = [heads(150, seed=i) for i in range(3)], heads(150, seed=3)
-    before = torch.get_num_threads()
     results = []
-    try:
-        for number in (1, 2, 4):
-            torch.set_num_threads(number)
-            with without_mkl():
-                results.append(attended(operands, gradient, torch.float32, is_causal=True))
-    finally:
-        torch.set_num_threads(before)
+    for number in (1, 2, 4):
+        threads_of_torch(number)
+        with without_mkl():
+            results.append(attended(operands, gradient, torch.float32, is_causal=True))
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
     with without_mkl():
