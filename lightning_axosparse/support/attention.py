@@ -1,7 +1,7 @@
 """Runs float32 attention in compiled loops, on the processors on which MKL is slow.
 
 On AMD's processors with AVX-512, torch's kernel of ``F.scaled_dot_product_attention`` multiplies
-its small matrices by MKL, and takes two to four times as long as ``attention_loops.py``
+its small matrices by MKL, and takes 1.6 to 3 times as long as ``attention_loops.py``
 (``benchmarks/overhead/attention.py``). torch's kernel still runs what the loops do not: masks, 16
 bits, sizes of heads that are no multiples of 16, and few tokens. The choice depends only on the
 shape of a head, so it is the same in all passes, schedules and runs.
