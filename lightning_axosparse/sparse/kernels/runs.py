@@ -95,6 +95,7 @@ def transpose_weight(weight: Weight, columns: Span, offsets: Any, values: Any) -
                 number = min(ROWS_OF_SUMS, last - column)
                 place = (column - columns[0]) * pieces + piece * number
                 for row in range(number):
+                    # Numbers of entries become the places of the next ones.
                     offset = (column + row) % SEGMENT
                     nnz = numbers[offset]
                     runs[place + row], numbers[offset] = _run(row, total, nnz), total
