@@ -211,6 +211,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not LAST.isdisjoint(item.path.parts))
 
 
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads, until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_trainers() -> None:
     without_external_callbacks()

@@ -16,50 +16,28 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from lightning_axosparse.sparse.ops import products
-from lightning_axosparse.sparse.store.formats import layout_of
+from benchmarks.overhead.products import products
 from lightning_axosparse.support.dense_products import onednn_is_faster, without_mkl
 
 
-def seconds(runs: Sequence[Callable[[], Any]], trials: int) -> float:
-    """Return the sum of the least seconds of each."""
-    total = 0.0
-    for run in runs:
+def least_seconds(run: Callable[[], Any], trials: int) -> float:
+    run()
+    times = []
+    for _ in range(trials):
+        start = time.perf_counter()
         run()
-        times = []
-        for _ in range(trials):
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        total += min(times)
-    return total
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def row(width: int, tokens: int, ratios: Sequence[float], trials: int) -> str:
-    height = 4 * width
-    weight = torch.randn(height, width)
-    inputs, gradient = torch.randn(tokens, width), torch.randn(tokens, height)
-    dense = seconds(
-        (
-            lambda: F.linear(inputs, weight),
-            lambda: gradient @ weight,
-            lambda: gradient.t() @ inputs,
-        ),
-        trials,
-    )
     shares = []
     for ratio in ratios:
-        layout: Any = layout_of(torch.rand(height, width) > ratio, "segments")
-        values = layout.compress(weight)
-        unpruned = seconds(
-            (
-                lambda: products.spmm_t(inputs, values, layout),  # noqa: B023
-                lambda: products.spmm(gradient, values, layout),  # noqa: B023
-                lambda: products.sddmm(gradient, inputs, layout),  # noqa: B023
-            ),
-            trials,
+        ways = products(width, tokens, ratio, torch.float32).values()
+        dense, unpruned = (
+            sum(least_seconds(runners[way], trials) for runners in ways)
+            for way in ("dense", "kept")
         )
         shares.append(f"{unpruned / dense:.2f}")
     return f"| {width} | {tokens} | {dense * 1e3:.0f} ms | {' | '.join(shares)} |"

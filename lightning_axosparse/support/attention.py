@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_axosparse.support.memory import release_library
 from lightning_axosparse.support.threads import run_in_threads
 
 MIN_MULTIPLICATIONS = 2**18
@@ -127,14 +126,13 @@ def _run(name: str, operands: _Operands, is_causal: bool, scale: float, *results
 def _loops() -> Any:
     """Return the module of the loops, compiled; importing it takes a second."""
     from lightning_axosparse.support import attention_loops as loops
-    from lightning_axosparse.support.compilation import announced_compilation
+    from lightning_axosparse.support.compilation import compilation
 
     heads = _heads(torch.zeros(1, 1, 1, _SIZES, dtype=torch.float32, device="cpu"))
     part = loops.Shape(1, 1, 1, 1, _SIZES), (heads, heads, heads), (0, 1), True, 1.0
-    with announced_compilation():
+    with compilation():
         loops.attend(*part, heads, heads)
         loops.attend_backward(*part, heads, heads, heads, (heads, heads, heads))
-    release_library("libllvmlite")
     return loops
 
 

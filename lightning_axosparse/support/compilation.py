@@ -1,19 +1,28 @@
-"""Announces that loops are compiled, which takes some seconds the first time on a machine."""
+"""Announces that loops are compiled, and frees the compiler afterwards."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from numba.core import event
 
+from lightning_axosparse.support.memory import release_library
 
-def announced_compilation() -> AbstractContextManager[Any]:
-    """Announce once in the context that loops are compiled, if they are not in numba's cache."""
+
+@contextmanager
+def compilation() -> Iterator[None]:
+    """Load loops inside the context: some are compiled, if they are not in numba's cache.
+
+    The first one is announced, as that takes some seconds. The compiler's memory is released in the
+    end, because it is not needed again.
+    """
     listener: Any = _Announcer()
-    context: AbstractContextManager[Any] = event.install_listener("numba:compile", listener)
-    return context
+    with event.install_listener("numba:compile", listener):
+        yield
+    release_library("libllvmlite")
 
 
 class _Announcer(event.Listener):

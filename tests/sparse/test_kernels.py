@@ -78,10 +78,10 @@ def test_compilation_is_said_once_and_what_is_loaded_is_not(monkeypatch):
     def two(x):
         return one(x) + 1
 
-    with compilation.announced_compilation():
+    with compilation.compilation():
         assert two(1) == 3
         assert two(1.0) == 3.0
     assert said == ["Compiling loops: only the first time on a machine."]
-    with compilation.announced_compilation():
+    with compilation.compilation():
         assert two(1) == 3  # compiled before
     assert len(said) == 1

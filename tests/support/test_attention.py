@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from lightning_axosparse.support import attention, threads
+from lightning_axosparse.support import attention
+from lightning_axosparse.support import threads as threads_module
 from lightning_axosparse.support.dense_products import without_mkl
 
 
@@ -31,14 +32,6 @@ def calls(monkeypatch):
     ran, run = [], attention._run
     monkeypatch.setattr(attention, "_run", lambda name, *a: ran.append(name) or run(name, *a))
     return ran
-
-
-@pytest.fixture
-def threads_of_torch():
-    """Sets the number of torch's threads, until the test ends."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @settings(max_examples=40, deadline=None)
@@ -120,9 +113,9 @@ def test_shared_heads_and_gradients_without_strides():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("number", [1, 3])
-def test_heads_that_share_keys_and_values(number, is_causal, threads_of_torch, calls, monkeypatch):
-    monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
-    threads_of_torch(number)
+def test_heads_that_share_keys_and_values(number, is_causal, threads, calls, monkeypatch):
+    monkeypatch.setattr(threads_module, "WORK_OF_A_THREAD", 1)
+    threads(number)
     query, key, value = heads(150, number=6), heads(130, number=2), heads(130, number=2, seed=1)
     gradient, options = heads(150, number=6, seed=2), {"is_causal": is_causal, "enable_gqa": True}
     expected = attended((query, key, value), gradient, torch.float64, **options)
@@ -133,12 +126,12 @@ def test_heads_that_share_keys_and_values(number, is_causal, threads_of_torch, c
         torch.testing.assert_close(ours.double(), exact, rtol=5e-5, atol=5e-5)
 
 
-def test_a_heads_bits_depend_on_no_other_head_and_no_thread(threads_of_torch, monkeypatch):
-    monkeypatch.setattr(threads, "WORK_OF_A_THREAD", 1)
+def test_a_heads_bits_depend_on_no_other_head_and_no_thread(threads, monkeypatch):
+    monkeypatch.setattr(threads_module, "WORK_OF_A_THREAD", 1)
     operands, gradient = [heads(150, seed=i) for i in range(3)], heads(150, seed=3)
     results = []
     for number in (1, 2, 4):
-        threads_of_torch(number)
+        threads(number)
         with without_mkl():
             results.append(attended(operands, gradient, torch.float32, is_causal=True))
     for other in results[1:]:

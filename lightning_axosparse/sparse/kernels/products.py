@@ -42,7 +42,6 @@ from lightning_axosparse.sparse.kernels import (
     Weight,
 )
 from lightning_axosparse.sparse.kernels.runs import (
-    FEW_TOKENS,
     prefetch_run,
     read_run,
     runs_of,
@@ -72,6 +71,9 @@ from lightning_axosparse.support.vectors import (
     zeros_for,
 )
 
+_FEW_TOKENS = 64
+"""Up to so many tokens, sorting runs takes longer than it saves."""
+
 _LANES_OF_SDDMM = min(LANES, 8 * REGISTER)
 """Tokens of a vector that fits into eight registers, so that it is read once for many products."""
 
@@ -89,9 +91,7 @@ def spmm_t(
     sums: Any,
 ) -> None:
     """Compute some rows' columns of ``inputs @ weight.t() + bias``."""
-    runs = runs_of(weight, rows, start, ROWS_OF_SUMS)
-    if tokens > FEW_TOKENS:
-        sort_runs(runs, weight, rows, ROWS_OF_SUMS)
+    runs = _runs_for(tokens, weight, rows, start, ROWS_OF_SUMS)
     _spmm_t(inputs, tokens, weight, rows, runs, bias, outputs, packed, sums)
 
 
@@ -308,9 +308,7 @@ def sddmm(
     left: Any, right: Any, tokens: int, weight: Weight, rows: Span, start: int, packed: Any
 ) -> None:
     """Add the unpruned entries of some rows of ``left.t() @ right`` to the values of ``weight``."""
-    runs = runs_of(weight, rows, start, ROWS_OF_FACTORS)
-    if tokens > FEW_TOKENS:
-        sort_runs(runs, weight, rows, ROWS_OF_FACTORS)
+    runs = _runs_for(tokens, weight, rows, start, ROWS_OF_FACTORS)
     many, few = operands_for(64, left), operands_for(16, left)
     token = 0
     while token < tokens:
@@ -367,6 +365,15 @@ def _add_dots(products: Any, entries: Span, factor: Any, features: Any, offsets:
     while k < end:
         add_dots(products, k, factor, features, (np.intp(item(offsets, k)) * lanes,))
         k += 1
+
+
+@compiled
+def _runs_for(tokens: int, weight: Weight, rows: Span, start: int, block: int) -> Any:
+    """Return the runs of some rows, sorted if there are many tokens."""
+    runs = runs_of(weight, rows, start, block)
+    if tokens > _FEW_TOKENS:
+        sort_runs(runs, weight, rows, block)
+    return runs
 
 
 def _pack(

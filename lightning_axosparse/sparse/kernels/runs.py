@@ -14,9 +14,6 @@ import numpy as np
 from lightning_axosparse.sparse.kernels import ROWS_OF_SUMS, SEGMENT, Span, Weight
 from lightning_axosparse.support.vectors import compiled, item, prefetch
 
-FEW_TOKENS = 64
-"""Up to so many tokens, sorting runs takes longer than it saves."""
-
 _AHEAD = 32
 """A run is prefetched by so many before it is read; arrays have as many zeros at their end."""
 

@@ -42,7 +42,7 @@ from lightning_axosparse.support.arguments import (
     one_of,
     validate_mask,
 )
-from lightning_axosparse.support.memory import release_freed_memory, release_library
+from lightning_axosparse.support.memory import release_freed_memory
 from lightning_axosparse.support.torch_internals import is_compiled
 from lightning_axosparse.support.troubleshooting import see
 
@@ -241,20 +241,16 @@ def renew_reducers(module: nn.Module) -> None:
 
 
 def load_loops_of(module: nn.Module) -> None:
-    """Load the compiled loops with which layers of ``module`` will multiply, convolve and look up.
-
-    The compiler is freed after that: it is not needed again.
-    """
+    """Load the loops with which layers of ``module`` will multiply, convolve and look up."""
     needed = {load for entry in sparse_parameters(module).values() for load in _loops_of(entry)}
     if not needed:
         return
     # numba takes a second to import, and only products on unpruned values need it.
-    from lightning_axosparse.support.compilation import announced_compilation
+    from lightning_axosparse.support.compilation import compilation
 
-    with announced_compilation():
+    with compilation():
         for load in needed:
             load()
-    release_library("libllvmlite")
 
 
 def _warn_of_compiled_layers(module: nn.Module) -> None:

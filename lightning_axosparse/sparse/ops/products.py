@@ -186,7 +186,8 @@ def spmm(
             source, (first, last), weight, *shared, _memory(weight.width)
         )
 
-    run_in_threads(part, number, LANES // 2, number * layout.nnz)
+    tokens_of_a_vector = LANES // 2
+    run_in_threads(part, number, tokens_of_a_vector, number * layout.nnz)
     return _like(result, inputs)
 
 
