@@ -21,6 +21,9 @@ HAS_AVX512 = "+avx512f" in _FEATURES
 HAS_BFLOAT16 = "+avx512bf16" in _FEATURES
 """Whether they multiply bfloat16, too."""
 
+HAS_BYTES = "+avx512vbmi" in _FEATURES and "+avx512vnni" in _FEATURES
+"""Whether they permute bytes, and multiply them."""
+
 REGISTER = 16 if HAS_AVX512 else 8
 """float32 numbers in a vector register of this processor, or fewer."""
 

@@ -30,7 +30,7 @@ def compiled(function: F) -> F:
 
 
 class Vector(types.Type):
-    """The type of a vector of ``lanes`` numbers, float32 or bfloat16."""
+    """The type of a vector of ``lanes`` numbers: float32, int32 or bfloat16."""
 
     def __init__(self, lanes: int, dtype: types.Type = types.float32) -> None:
         self.lanes, self.dtype = lanes, dtype
@@ -39,7 +39,8 @@ class Vector(types.Type):
     @property
     def ir(self) -> ir.VectorType:
         """The type in LLVM."""
-        return ir.VectorType(llvm.FLOAT if self.dtype == types.float32 else llvm.INT16, self.lanes)
+        elements = {types.float32: llvm.FLOAT, types.int32: llvm.INT32}
+        return ir.VectorType(elements.get(self.dtype, llvm.INT16), self.lanes)
 
 
 @register_model(Vector)

@@ -10,7 +10,8 @@ from benchmarks.memory.step import masks_of
 from lightning_axosparse.examples.gpt import GPT
 from tests.ranks import PATIENCE, run_command
 
-NAMES = ["float32", "bfloat16", "int8", "80% pruned", "90% pruned", "95% pruned"]
+PRUNED = ["80% pruned", "90% pruned", "95% pruned"]
+NAMES = ["float32", "bfloat16", "int8", *PRUNED, *(f"{name}, int8" for name in PRUNED)]
 
 
 @pytest.fixture
@@ -51,6 +52,7 @@ def test_generate_of_gpt2_runs_on_a_small_model():
 def test_stored_bytes_are_those_of_weights_and_positions(small):
     entries = sum(parameter.numel() for parameter in small["float32"].parameters())
     matrices = sum(p.numel() for p in small["float32"].parameters() if p.dim() > 1)
+    rows = sum(p.shape[0] for p in small["float32"].parameters() if p.dim() > 1)
     embedding = 10_000 * 64
     stored = {name: stored_bytes(model) for name, model in small.items()}
     assert stored["float32"] == 4 * entries
@@ -60,6 +62,10 @@ def test_stored_bytes_are_those_of_weights_and_positions(small):
     for name, kept in (("80% pruned", 0.2), ("90% pruned", 0.1), ("95% pruned", 0.05)):
         values = 4 * kept * matrices
         assert values < stored[name] < 2 * values  # positions, in less than four bytes each
+        positions = stored[name] - values
+        # The embedding that was tied to the head has float32 values, and shares its positions.
+        expected = positions + kept * (matrices + 4 * embedding) + 8 * rows  # scales and sums
+        assert stored[f"{name}, int8"] == pytest.approx(expected, rel=0.05)
 
 
 def test_pruned_models_decode_as_masked_dense_ones_and_int8_nearly_as_dense(small):
@@ -72,6 +78,10 @@ def test_pruned_models_decode_as_masked_dense_ones_and_int8_nearly_as_dense(smal
     with torch.no_grad():
         for name, mask in masks.items():
             dense.get_parameter(name).mul_(mask)
+    expected = dense.decode(prompts, dense.empty_caches())
+    rounded = small["90% pruned, int8"].eval()
+    got = rounded.decode(prompts, rounded.empty_caches())
+    assert 0 < float((got - expected).norm() / expected.norm()) < 0.05
     pruned = small["90% pruned"].eval()
     torch.testing.assert_close(
         pruned.decode(prompts, pruned.empty_caches()), dense.decode(prompts, dense.empty_caches())

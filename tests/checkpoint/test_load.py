@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_axosparse import (
@@ -21,7 +22,9 @@ from lightning_axosparse import (
     densify,
     load_sparse,
     save_safetensors,
+    sparsify,
 )
+from lightning_axosparse.sparse.module.int8_linear import Int8Linear
 from lightning_axosparse.sparse.module.parameters import layouts
 from lightning_axosparse.sparse.store.scratch import scratch
 from tests.memory import Storages
@@ -199,6 +202,56 @@ def leaves(value: Any) -> list[Any]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
+class Wide(L.LightningModule):
+    """Layers that are wide enough for products with unpruned values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 5)
+        self.model = nn.Sequential(*layers)
+
+    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+        outputs: torch.Tensor = self.model(batch)
+        return outputs
+
+
+def wide_file(folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = Wide()
+    sparsify(model, Ticket.magnitude(model, 0.7).masks)
+    save_safetensors(model, folder / "wide.safetensors")
+    return folder / "wide.safetensors"
+
+
+def predict_in_int8(file: Path, strategy: Any = "auto", devices: int = 1) -> torch.Tensor:
+    model = Wide()
+    load_sparse(model, file, dtype=torch.int8)
+    batches = DataLoader(torch.linspace(-1, 1, 26 * 64).sin().view(26, 64), batch_size=12)  # type: ignore[arg-type]
+    predictions = trainer(strategy, devices).predict(model, batches)
+    return torch.cat(predictions)  # type: ignore[arg-type]
+
+
+def predict_on_ranks(file: Path) -> torch.Tensor:
+    return predict_in_int8(file, AxoSparseStrategy(g_inter=2), 2)
+
+
+def test_ranks_predict_in_int8_what_one_process_does(tmp_path: Path) -> None:
+    file = wide_file(tmp_path)
+    alone = predict_in_int8(file)
+    for predictions in run_ranks(2, predict_on_ranks, file):
+        assert torch.equal(predictions, alone)
+
+
+def test_a_fresh_head_learns_on_layers_of_int8(tmp_path: Path) -> None:
+    model, head = Wide(), "model.4.*"
+    load_sparse(model, wide_file(tmp_path), skip=[head], dtype=torch.int8)
+    assert isinstance(model.model[2], Int8Linear)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"model.4.weight", "model.4.bias"}
+    model.model(torch.randn(3, 64)).sum().backward()
+    assert model.model[4].weight.grad.any()
+
+
 def test_tied_weights_are_in_a_checkpoint_once(saved: dict[str, Any]) -> None:
     names = [f"model.{layer}.weight" for layer in (2, 4)]
     state = torch.load(saved["files"]["checkpoint"], weights_only=False)["state_dict"]
@@ -261,6 +314,8 @@ def test_wrong_names_and_shapes_raise_and_change_nothing(saved: dict[str, Any]) 
         load_sparse(net(), "nowhere.ckpt")
     with pytest.raises(ValueError, match=r"\['head.\*'\]"):
         load_sparse(net(), files["checkpoint"], skip="head.*")
+    with pytest.raises(ValueError, match=r"dtype=torch.int4 must be torch.int8 or None"):
+        load_sparse(net(), files["checkpoint"], dtype=torch.int4)
 
 
 @pytest.mark.parametrize("name", ["half.ckpt", "half.safetensors"])

@@ -143,10 +143,10 @@ def spmm_t(
     flat = _flat_for(inputs, number)
     weight, source = Weight(*layout.read_by_loops, flat(values)), flat(inputs)
     result = reusable_empty((*inputs.shape[:-1], weight.height))
-    shared = _bias(bias), _flat(result)
+    shared = bias_array(bias), as_array(result)
 
     def part(first: int, last: int) -> None:
-        rows = weight, (first, last), _entries_before(layout, first)
+        rows = weight, (first, last), entries_before(layout, first)
         if number == 1:
             kernel_module("one_token").one_token_spmm_t(source, *rows, *shared)
         else:
@@ -176,7 +176,7 @@ def spmm(
         return _transposed_spmm_t(inputs, values, layout, bias)
     weight = kernel_weight(layout, values)
     result = reusable_empty((*inputs.shape[:-1], weight.width))
-    source, shared = _flat(inputs), (_bias(bias), _flat(result))
+    source, shared = as_array(inputs), (bias_array(bias), as_array(result))
     if number == 1:
         kernel_module("one_token").one_token_spmm(source, weight, *shared)
         return _like(result, inputs)
@@ -212,7 +212,7 @@ def _transposed_spmm_t(
     flat = _flat_for(inputs, number)
     weight, source = Weight(*layout.read_by_loops, flat(values)), flat(inputs)
     result = reusable_empty((*inputs.shape[:-1], weight.width))
-    shared = _bias(bias), _flat(result)
+    shared = bias_array(bias), as_array(result)
     segments = -(-weight.width // SEGMENT)
     by_segment = weight.counts.reshape(weight.height, segments)
     columns = max(ENTRIES_OF_A_TRANSPOSE * segments // max(layout.nnz, 1), 1) * SEGMENT
@@ -246,7 +246,7 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
     factors, weight = (flat(left), flat(right)), kernel_weight(layout, result)
 
     def part(first: int, last: int) -> None:
-        rows = (first, last), _entries_before(layout, first)
+        rows = (first, last), entries_before(layout, first)
         packed = _memory(weight.width).view(factors[0].dtype)
         kernel_module("products").sddmm(*factors, tokens, weight, *rows, packed)
 
@@ -256,7 +256,7 @@ def sddmm(left: Tensor, right: Tensor, layout: SegmentLayout) -> Tensor:
 
 def kernel_weight(layout: SegmentLayout, values: Tensor) -> Weight:
     """Return a sparse weight in the form that compiled loops read, in float32."""
-    return Weight(*layout.read_by_loops, _flat(values))
+    return Weight(*layout.read_by_loops, as_array(values))
 
 
 def _multiplied_as_bfloat16(operand: Tensor) -> bool:
@@ -265,7 +265,7 @@ def _multiplied_as_bfloat16(operand: Tensor) -> bool:
 
 def _flat_for(operand: Tensor, tokens: int) -> Callable[[Tensor], Any]:
     """Return the function that gives the loops a product's operands, as flat arrays."""
-    return _bits if tokens > 1 and _multiplied_as_bfloat16(operand) else _flat
+    return _bits if tokens > 1 and _multiplied_as_bfloat16(operand) else as_array
 
 
 def _bits(tensor: Tensor) -> Any:
@@ -273,15 +273,17 @@ def _bits(tensor: Tensor) -> Any:
     return tensor.detach().contiguous().view(torch.uint16).numpy().ravel()
 
 
-def _flat(tensor: Tensor) -> Any:
+def as_array(tensor: Tensor) -> Any:
+    """Return the numbers of a tensor as the loops read them: a flat array, float32."""
     # Calls of torch that change nothing took a tenth of the time of one token's product.
     tensor = tensor if tensor.dtype == torch.float32 else tensor.float()
     # Not the tensor's reshape(-1), which may return a view with gaps.
     return tensor.numpy(force=True).ravel()
 
 
-def _bias(bias: Tensor | None) -> Any:
-    return _NO_BIAS if bias is None else _flat(bias)
+def bias_array(bias: Tensor | None) -> Any:
+    """Return a bias as :func:`as_array` does, empty if there is none."""
+    return _NO_BIAS if bias is None else as_array(bias)
 
 
 def _like(result: Tensor, inputs: Tensor) -> Tensor:
@@ -307,5 +309,6 @@ def _memory_of_transpose(nnz: int, dtype: Any) -> tuple[Any, Any]:
     return memory[size:], memory[:size].view(dtype)
 
 
-def _entries_before(layout: Layout, row: int) -> int:
+def entries_before(layout: Layout, row: int) -> int:
+    """Return the number of unpruned entries before a row, the first of a block."""
     return int(layout.starts[row // block_rows(layout.shape)]) if row else 0

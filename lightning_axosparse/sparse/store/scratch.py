@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_axosparse.support.torch_internals import without_dispatch_modes
 
-Use = Literal["tile", "positions", "packed", "transpose"]
+Use = Literal["tile", "positions", "packed", "transpose", "rounded"]
 """The uses of scratch memory; two uses never share a buffer."""
 
 
