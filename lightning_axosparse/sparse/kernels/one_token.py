@@ -84,15 +84,16 @@ def by_segments(
                 total = load(zeros(16), sums, row * 16)
                 # Always two vectors: where a second one followed if there were more than 16
                 # entries, the processor guessed wrong whether it would, which took longer.
-                for k in range(entry, end, AT_ONCE):
+                ahead += end - entry
+                while entry < end:
                     prefetch_entries(weight, ahead)
-                    ahead += min(AT_ONCE, end - k)
                     total = add_products_from_registers(
-                        total, features, values, offsets, k, end - k
+                        total, features, values, offsets, entry, end - entry
                     )
                     total = add_products_from_registers(
-                        total, features, values, offsets, k + 16, end - k - 16
+                        total, features, values, offsets, entry + 16, end - entry - 16
                     )
+                    entry += AT_ONCE
                 store(total, sums, row * 16)
         for row in range(number):
             shift = bias[top + row] if len(bias) else np.float32(0)
