@@ -5,8 +5,9 @@
 
 The network is a stack of MLP blocks. Pruned, it is exported with its zeros. OpenVINO's CPU plugin
 can compress weights of which a share is zero
-(``CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE``); the property is set where a row says so. Prints a
-Markdown table.
+(``CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE``); the property is set where a row says so. "int8" has
+weights of eight bits with a scale for each output; the plugin rounds inputs as it sees fit
+(``DYNAMIC_QUANTIZATION_GROUP_SIZE``). Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import argparse
 import copy
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.inference.models import quantized
 from benchmarks.interleave import trials
-from lightning_axosparse import Ticket, densify, sparsify
+from lightning_axosparse import Ticket, densify, load_sparse, sparsify
 from lightning_axosparse.support.dense_products import without_mkl
 
 RATIO = 0.9
@@ -36,17 +39,36 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def in_openvino(model: nn.Module, inputs: Tensor, **properties: object) -> Callable[[], Tensor]:
+def in_openvino(
+    model: nn.Module, inputs: Tensor, int8: bool = False, **properties: object
+) -> Callable[[], Tensor]:
     """Compile a model for torch's number of threads; return a function that runs it."""
     import openvino as ov  # type: ignore[import-not-found, unused-ignore]
 
     exported = ov.convert_model(model, example_input=inputs)
+    if int8:
+        round_weights(exported)
     options = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": 1, **properties}
     # The default precision where the processor has bfloat16 products.
     options["INFERENCE_PRECISION_HINT"] = "f32"
     request = ov.compile_model(exported, "CPU", options).create_infer_request()
     array = inputs.numpy()
     return lambda: torch.from_numpy(next(iter(request.infer([array]).values())))
+
+
+def round_weights(model: Any) -> None:
+    """Replace the weights of products by ones of eight bits, in the form that the plugin reads."""
+    from openvino import opset13 as operators  # type: ignore[import-not-found, unused-ignore]
+
+    for node in model.get_ops():
+        if node.get_type_name() != "MatMul":
+            continue
+        weight = node.input_value(1).get_node().data  # (outputs, inputs): `transpose_b` is set
+        scales = abs(weight).max(1, keepdims=True) / 127
+        values = operators.constant((weight / scales).round().astype("int8"))
+        wide = operators.convert(values, "f32")
+        scaled = operators.multiply(wide, operators.constant(scales.astype("float32")))
+        node.input(1).replace_source_output(scaled.output(0))
 
 
 def in_torch(model: nn.Module, inputs: Tensor) -> Callable[[], Tensor]:
@@ -78,6 +100,8 @@ def main() -> None:
     dense = nn.Sequential(*(Block(options.width) for _ in range(options.blocks))).eval()
     pruned = copy.deepcopy(dense)
     sparsify(pruned, Ticket.magnitude(dense, RATIO).masks)
+    small = copy.deepcopy(dense)
+    load_sparse(small, dense.state_dict(), Ticket.magnitude(dense, RATIO), dtype=torch.int8)
     zeros = copy.deepcopy(pruned)
     densify(zeros)
     print(
@@ -94,15 +118,19 @@ def main() -> None:
                 zeros, x, CPU_SPARSE_WEIGHTS_DECOMPRESSION_RATE=0.5
             ),
             (f"{RATIO:.0%} pruned", "this package"): in_torch(pruned, x),
+            ("dense, int8", "torch"): in_torch(quantized(dense), x),
+            ("dense, int8", "OpenVINO"): in_openvino(dense, x, int8=True),
+            (f"{RATIO:.0%} pruned, int8", "this package"): in_torch(small, x),
         }
-        expected = in_torch(zeros, x)()
-        for key, run in rows.items():
-            if key[0] != "dense":
-                torch.testing.assert_close(run(), expected, atol=1e-3, rtol=1e-3)
+        expected = {"dense": in_torch(dense, x)(), "pruned": in_torch(zeros, x)()}
+        for (weights, _), run in rows.items():
+            wanted = expected["dense" if weights.startswith("dense") else "pruned"]
+            error = (run() - wanted).std() / wanted.std()
+            assert error < (0.02 if weights.endswith("int8") else 1e-3), (weights, error)
         runners = {key: (lambda trial, run=run: run()) for key, run in rows.items()}
         named = {" | ".join(key): runner for key, runner in runners.items()}
         medians = {k: statistics.median(v) for k, v in trials(named, options.trials).items()}
-        fastest = min(value for key, value in medians.items() if key.startswith("dense"))
+        fastest = min(value for key, value in medians.items() if key.startswith("dense |"))
         for key, median in medians.items():
             print(f"| {tokens} | {key} | {median * 1e3:.2f} | {median / fastest:.2f} |", flush=True)
 
