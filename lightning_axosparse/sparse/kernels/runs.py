@@ -86,6 +86,7 @@ def transpose_weight(weight: Weight, columns: Span, offsets: Any, values: Any) -
             _entries_between(weight, starts, (top, rows), (first, last), begins, ends)
             numbers[:] = 0
             for row in range(rows):
+                prefetch_entries(weight, item(begins, row))  # the values are read at last
                 for k in range(item(begins, row), item(ends, row)):
                     numbers[np.intp(item(weight.offsets, k))] += 1
             for column in range(first, last, ROWS_OF_SUMS):
@@ -131,6 +132,8 @@ def _entries_between(
     low, high = columns[0] - segment * SEGMENT, columns[1] - segment * SEGMENT
     for row in range(rows[1]):
         place = (rows[0] + row) * segments_of(weight) + segment
+        if row + 16 < rows[1]:
+            prefetch(weight.offsets, item(firsts, place + 16 * segments_of(weight)))
         begin = item(firsts, place)
         end = begin + item(weight.counts, place)
         while begin < end and item(weight.offsets, begin) < low:
