@@ -12,6 +12,7 @@ from numba.core.registry import cpu_target
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)
 INT16 = ir.IntType(16)
+BYTE = ir.IntType(8)
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 
@@ -36,6 +37,13 @@ def load(builder: Any, vector: ir.VectorType, pointer: Any) -> Any:
     loaded = builder.load(builder.bitcast(pointer, vector.as_pointer()))
     loaded.align = 4 if vector.element == FLOAT else 1
     return loaded
+
+
+def load_factors(builder: Any, vector: ir.VectorType, kind: Any, pointer: Any) -> Any:
+    """Load a vector of float32 from an array of a type: of float32, or of int8 to be converted."""
+    if kind.dtype != types.int8:
+        return load(builder, vector, pointer)
+    return builder.sitofp(load(builder, ir.VectorType(BYTE, vector.count), pointer), vector)
 
 
 def store(builder: Any, vector: Any, pointer: Any, align: int = 4) -> None:

@@ -173,7 +173,7 @@ def _round(_: Any, inputs: Any, at: Any, factor: Any, rounded: Any, to: Any) -> 
         shifted = builder.fadd(scaled, ir.Constant(kind, [ZERO + 0.5] * _SUMS))
         whole = builder.fptosi(shifted, _TOTAL)
         target = llvm.pointer(context, builder, signature.args[3], rounded, to)
-        llvm.store(builder, builder.trunc(whole, ir.VectorType(_BYTE, _SUMS)), target, align=1)
+        llvm.store(builder, builder.trunc(whole, ir.VectorType(llvm.BYTE, _SUMS)), target, align=1)
         return context.get_dummy_value()
 
     place = types.intp
@@ -243,15 +243,14 @@ def _add_products(
     return sums(sums, inputs, place, values, offsets, place, place), generate
 
 
-_BYTE = ir.IntType(8)
-_REGISTER, _TOTAL = ir.VectorType(_BYTE, _BYTES), ir.VectorType(llvm.INT32, _SUMS)
+_REGISTER, _TOTAL = ir.VectorType(llvm.BYTE, _BYTES), ir.VectorType(llvm.INT32, _SUMS)
 
 
 def _first(builder: Any, number: Any) -> Any:
     """Return a mask of the first ``number`` bytes of a register, or of all, in the lowest bits."""
     most = ir.Constant(number.type, _BYTES)
     number = builder.select(builder.icmp_signed("<", number, most), number, most)
-    number = llvm.splat(builder, builder.trunc(number, _BYTE), _BYTES)
+    number = llvm.splat(builder, builder.trunc(number, llvm.BYTE), _BYTES)
     chosen = builder.icmp_unsigned("<", ir.Constant(_REGISTER, list(range(_BYTES))), number)
     return builder.bitcast(chosen, ir.IntType(_BYTES))
 
@@ -259,7 +258,7 @@ def _first(builder: Any, number: Any) -> Any:
 def _loaded(builder: Any, pointer: Any, mask: Any) -> Any:
     """Load the bytes of a mask, and zeros for the others, which are not read."""
     name, zeros = "llvm.x86.avx512.mask.loadu.b.512", ir.Constant(_REGISTER, None)
-    pointer = builder.bitcast(pointer, _BYTE.as_pointer())
+    pointer = builder.bitcast(pointer, llvm.BYTE.as_pointer())
     return _call(builder, name, _REGISTER, [pointer, zeros, mask])
 
 

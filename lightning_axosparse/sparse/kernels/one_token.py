@@ -6,7 +6,8 @@ a row's values (:func:`by_segments`). Elsewhere they are loaded one by one (:fun
 two add in different orders. With the weight as it is stored, values are multiplied one by one
 (:func:`one_token_spmm`): each changes another output. That gives the bits of ``products.spmm``.
 
-The functions take what those of ``products.py`` take, in float32.
+The functions take what those of ``products.py`` take, in float32. The transposed weight may have
+int8 values, too.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def by_segments(
                 if end + AT_ONCE > len(values):
                     for k in range(entry, end):
                         factor = item(inputs, first + item(offsets, k))
-                        sums[row * 16] += item(values, k) * factor
+                        sums[row * 16] += np.float32(item(values, k)) * factor
                     continue
                 total = load(zeros(16), sums, row * 16)
                 # Always two vectors: where a second one followed if there were more than 16
@@ -114,7 +115,8 @@ def by_columns(
             lanes = add_products_from_memory(lanes, values, start + k, inputs, columns, k)
         total = total_of(lanes) + (bias[row] if len(bias) else np.float32(0))
         for k in range(whole, nnz):
-            total += item(values, start + k) * item(inputs, np.intp(item(columns, k)))
+            place = np.intp(item(columns, k))
+            total += np.float32(item(values, start + k)) * item(inputs, place)
         outputs[row] = total
         start += nnz
 
@@ -208,9 +210,8 @@ def add_products_from_memory(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         total, values, entry, inputs, columns, at = args
         kinds = signature.args
-        factors = llvm.load(
-            builder, total.type, llvm.pointer(context, builder, kinds[1], values, entry)
-        )
+        pointer = llvm.pointer(context, builder, kinds[1], values, entry)
+        factors = llvm.load_factors(builder, total.type, kinds[1], pointer)
         loaded = ir.Constant(total.type, ir.Undefined)
         for lane in range(total.type.count):
             there = builder.add(at, ir.Constant(at.type, lane))
@@ -248,7 +249,7 @@ def add_products_from_registers(
         places = builder.zext(llvm.load(builder, _bytes(REGISTER), pointer), integers)
         inputs = _permute(builder, segment, places)
         pointer = llvm.pointer(context, builder, kinds[2], values, entry)
-        factors = llvm.load(builder, total.type, pointer)
+        factors = llvm.load_factors(builder, total.type, kinds[2], pointer)
         chosen = _first(builder, builder.trunc(number, llvm.INT32), REGISTER)
         return builder.select(chosen, llvm.fma(builder, factors, inputs, total), total)
 
@@ -287,4 +288,4 @@ def _first(builder: Any, number: Any, lanes: int) -> Any:
 
 
 def _bytes(number: int) -> ir.VectorType:
-    return ir.VectorType(ir.IntType(8), number)
+    return ir.VectorType(llvm.BYTE, number)

@@ -92,7 +92,8 @@ def multiply(inputs: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> 
     if 0 < tokens <= MOST_TOKENS and kernel_module("int8").HAS_BYTES:
         return _in_integers(inputs, tokens, weight, bias)
     rounded, scales = _rounded(inputs)
-    sums = products.spmm_t(rounded, weight.values.float(), weight.layout)
+    values = weight.values if tokens == 1 else weight.values.float()
+    sums = products.spmm_t(rounded, values, weight.layout)
     return _scaled(sums, scales, weight, bias).to(inputs.dtype)
 
 
@@ -125,7 +126,8 @@ def load_loops() -> None:
     products.load_loops()
     layout = layout_of(torch.ones(1, 64, dtype=torch.bool, device="cpu"), "segments")
     weight = Int8Weight.nearest(torch.ones(64, device="cpu"), layout)
-    multiply(torch.ones(MOST_TOKENS, 64, device="cpu"), weight)
+    for tokens in (1, MOST_TOKENS):
+        multiply(torch.ones(tokens, 64, device="cpu"), weight)
 
 
 def _in_integers(inputs: Tensor, tokens: int, weight: Int8Weight, bias: Tensor | None) -> Tensor:

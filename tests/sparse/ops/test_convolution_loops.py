@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.nn import grad as dense_gradients
@@ -37,7 +37,7 @@ def square(images, channels, outputs, kernel, size, stride=1, padding=0, groups=
     return Geometry(weight, (images, channels, size, size), *steps, groups)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     images=st.integers(0, 3),
     groups=st.sampled_from([1, 2]),

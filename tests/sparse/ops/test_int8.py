@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_axosparse.sparse.kernels import int8 as loops
+from lightning_axosparse.sparse.kernels import one_token
 from lightning_axosparse.sparse.ops import int8
 from lightning_axosparse.sparse.ops.int8 import MOST_TOKENS, Int8Weight
 from lightning_axosparse.sparse.store.formats import layout_of
@@ -74,9 +75,19 @@ def test_few_tokens_are_multiplied_in_integers_and_others_to_the_same_bits(monke
     parts = [int8.multiply(part, rounded) for part in inputs.split([1, 2, 4, 7, MOST_TOKENS, 2])]
     assert len(called) == len(parts)
     assert torch.equal(torch.cat(parts), together)
+
+
+@pytest.mark.parametrize("loop", ["by_segments", "by_columns"])
+@pytest.mark.parametrize("width", [64, 257, 700])
+def test_one_token_on_other_processors_has_the_same_bits(loop, width, monkeypatch):
+    if loop == "by_segments" and not one_token.HAS_AVX512:
+        pytest.skip("needs AVX-512")
     monkeypatch.setattr(loops, "HAS_BYTES", False)
-    assert torch.equal(int8.multiply(inputs[:1], rounded), together[:1])
-    assert len(called) == len(parts)
+    monkeypatch.setattr(one_token, "one_token_spmm_t", getattr(one_token, loop))
+    for density in (0.02, 0.3, 1.0):
+        _, rounded = weight(100, width, density)
+        inputs = torch.randn(1, width)
+        assert torch.equal(int8.multiply(inputs, rounded), expected(inputs, rounded))
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
