@@ -26,6 +26,12 @@ to twice as many numbers.
 LANES = 128
 """The most tokens that ``products`` multiplies together."""
 
+ZERO = 128
+"""What ``int8`` rounds an input of zero to: its inputs are unsigned, and its values signed."""
+
+SMALLEST = 1e-36
+"""Inputs that are no larger are rounded to zero there: their reciprocals may be infinite."""
+
 Span = tuple[int, int]
 """The first of some consecutive rows or tokens, and the one after the last."""
 

@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from lightning_axosparse.sparse.kernels import SEGMENT, Span, Weight
+from lightning_axosparse.sparse.kernels import SEGMENT, SMALLEST, ZERO, Span, Weight
 from lightning_axosparse.sparse.kernels.runs import nnz_in, segments_of
 from lightning_axosparse.support import llvm
 from lightning_axosparse.support.llvm import HAS_BYTES as HAS_BYTES
@@ -28,9 +28,6 @@ from lightning_axosparse.support.vectors import (
     pointer_to,
     prefetch,
 )
-
-ZERO = 128
-"""What an input of zero is rounded to: one factor of the products is unsigned, the other signed."""
 
 _BYTES, _SUMS = 64, 16
 """Bytes in a register, and sums of 32 bits."""
@@ -79,7 +76,11 @@ def round_inputs(inputs: Any, width: int, rounded: Rounded) -> None:
         for column in range(width):  # The bits of absolute values are ordered as these are.
             largest = max(largest, bits[begin + column] & np.int32(0x7FFFFFFF))
         scales.view(np.int32)[token] = largest
-        factor = np.float32(127) / scales[token] if largest else np.float32(0)
+        factor = (
+            np.float32(127) / scales[token]
+            if scales[token] > np.float32(SMALLEST)
+            else np.float32(0)
+        )
         scales[token] /= np.float32(127)
         group, together = _group_of(token, tokens)
         for first in range(0, width, SEGMENT):

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_axosparse.sparse.kernels import SEGMENT, Weight, kernel_module, reference
+from lightning_axosparse.sparse.kernels import (
+    SEGMENT,
+    SMALLEST,
+    ZERO,
+    Weight,
+    kernel_module,
+    reference,
+)
 from lightning_axosparse.sparse.ops import products
 from lightning_axosparse.sparse.store.formats import SegmentLayout, layout_of
 from lightning_axosparse.sparse.store.layout import Layout, block_rows, row_length
@@ -76,7 +83,7 @@ def multiply(inputs: Tensor, weight: Int8Weight, bias: Tensor | None = None) -> 
 
     Each token is rounded by its largest absolute value (dynamic quantization), so its outputs do
     not depend on other tokens. Few tokens are multiplied in integers, if the processor has the
-    instructions. More are multiplied in float32, in which the same integers are exact.
+    instructions. More are multiplied in float32, in which the same integers are exact up to 2**24.
 
     Args:
         inputs: shape ``(..., columns)``, floating.
@@ -110,9 +117,8 @@ def _rounded(inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the rounded inputs, from -127 to 127, and the scale of each token."""
     inputs = inputs.float()
     largest = inputs.abs().amax(-1, keepdim=True)
-    factors = torch.where(largest > 0, 127 / largest, 0)
-    # The loops add 128, as their inputs are unsigned, and a half, and drop the fraction.
-    return (inputs * factors + 128.5).trunc() - 128, largest / 127
+    factors = torch.where(largest > SMALLEST, 127 / largest, 0)
+    return (inputs * factors + (ZERO + 0.5)).trunc() - ZERO, largest / 127  # as the loops round
 
 
 def _scaled(sums: Tensor, scales: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ def weight(height, width, density, seed=0):
 def expected(inputs, weight, bias=None):
     """Return the outputs, computed in int64 from integers that Python rounds."""
     largest = inputs.abs().amax(-1, keepdim=True)
-    factors = torch.where(largest > 0, 127 / largest, 0)
+    factors = torch.where(largest > 1e-36, 127 / largest, 0)
     rounded = torch.floor(inputs * factors + 128.5).long() - 128
     sums = rounded @ weight.layout.densify(weight.values.long()).t()
     outputs = sums.float() * (largest / 127 * weight.scales)
@@ -111,6 +111,16 @@ def test_what_is_not_finite_stays_so(tokens, value):
     outputs = int8.multiply(inputs, rounded)
     assert not outputs[0, 0].isfinite()
     assert outputs[1:].isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1e-44, 1e-37, 1e-35, 1e30])
+@pytest.mark.parametrize("tokens", [1, MOST_TOKENS + 1])
+def test_inputs_of_any_size(size, tokens):
+    _, rounded = weight(30, 100, 0.3)
+    inputs = torch.rand(tokens, 100) * size
+    outputs = int8.multiply(inputs, rounded)
+    assert outputs.isfinite().all()
+    assert torch.equal(outputs, expected(inputs, rounded))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
