@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lightning_axosparse.sparse.module.sparse_module import SparseModule, forget_layout
 from lightning_axosparse.sparse.ops import int8, linear
@@ -42,13 +43,15 @@ class Int8Linear(nn.Module):
             A tensor of shape ``(..., outputs)``, of the dtype of ``input``, or of autocast's.
 
         Raises:
-            RuntimeError: if the input requires a gradient, which is not computed.
+            RuntimeError: if the input requires a gradient, or is not floating.
         """
         if input.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "An int8 layer computes no gradients. Predict in torch.inference_mode(), or load "
                 "the weights without `dtype=` to train them." + see("sparse-storage")
             )
+        if not input.is_floating_point():
+            return F.linear(input, self.weight, self.bias)  # raises what a dense layer does
         stored, bias = self.stored, self.bias
         shape, dtype = stored.layout.shape, input.dtype
         operands = linear.eligible(input, bias, stored.values, shape, dtype, by_rows=True)
@@ -63,8 +66,8 @@ class Int8Linear(nn.Module):
 
     def _save_to_state_dict(self, *args: Any) -> None:
         raise RuntimeError(
-            "Weights that were loaded with dtype=torch.int8 are not saved again. Keep their file, "
-            "and load it anew." + see("sparse-storage")
+            "Weights that were loaded with dtype=torch.int8 are neither saved nor replaced. Keep "
+            "their file, and load it into a new module." + see("sparse-storage")
         )
 
     def extra_repr(self) -> str:

@@ -131,15 +131,18 @@ def test_a_model_moves_to_another_device(case):
 
 def test_what_such_a_model_cannot_do_says_so(case, tmp_path):
     _, rounded = case
-    with pytest.raises(RuntimeError, match=r"not saved again\. Keep their file"):
+    with pytest.raises(RuntimeError, match=r"neither saved nor replaced\. Keep"):
         rounded.state_dict()
-    with pytest.raises(RuntimeError, match="not saved again"):
+    with pytest.raises(RuntimeError, match="neither saved nor replaced"):
         save_safetensors(rounded, tmp_path / "again.safetensors")
+    with pytest.raises(RuntimeError, match="neither saved nor replaced"):
+        load_sparse(rounded, tmp_path / "pruned.safetensors")
     layer = next(layer for layer in rounded.modules() if isinstance(layer, Int8Linear))
     inputs = torch.randn(2, layer.stored.layout.shape[1], requires_grad=True)
     with pytest.raises(RuntimeError, match="computes no gradients"):
         layer(inputs)
     with torch.no_grad():
         layer(inputs)
-    with pytest.raises(RuntimeError):
-        layer(torch.randn(2, 63))
+    for wrong in (torch.randn(2, 63), inputs.detach().long()):
+        with pytest.raises(RuntimeError, match=r"m1 and m2|mat1 and mat2"):
+            layer(wrong)
